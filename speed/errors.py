@@ -1,0 +1,21 @@
+"""Exception classes of the engine. Every message names the subject, what was found and what to do."""
+
+
+class SpeedTierError(RuntimeError):
+    """Base of every error the engine raises on purpose."""
+
+
+class UnsupportedModelError(SpeedTierError):
+    """The model is none that the engine knows, or a variant it cannot run."""
+
+
+class PatchDriftError(SpeedTierError):
+    """A patch target no longer has the body or signature the patch was written for."""
+
+
+class KernelConstraintError(SpeedTierError):
+    """A kernel cannot take these tensors, or cannot run on this device."""
+
+
+class GGUFFileError(SpeedTierError):
+    """A GGUF file is damaged, incomplete, of a kind that cannot be used, or not GGUF at all."""
