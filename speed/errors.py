@@ -1,4 +1,4 @@
-"""Exception classes of the engine. Every message names the subject, what was found and what to do."""
+"""Exception classes of the engine: a message names the subject, what was found, what to do."""
 
 
 class SpeedTierError(RuntimeError):

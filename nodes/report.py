@@ -1,0 +1,108 @@
+"""Speed Tier Report: what the nearest Speed Tier upstream engaged, and what it cost."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import Any
+
+from ..speed import REPORTS, Report
+from .routes import graph_signature, upstream
+
+_TIER_NODES = ("SpeedTier", "SpeedTierAdvanced")
+
+
+class _AnyType(str):
+    """Equal to every type name, so that the host lets any link in."""
+
+    __slots__ = ()
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __eq__ = str.__eq__
+    __hash__ = str.__hash__
+
+
+ANY = _AnyType("*")
+
+# What each report node last showed: (run id, shown as cached). The host serves a repeated prompt
+# from its cache; the node must run once more then, to say so.
+_shown: dict[str, tuple[str, bool]] = {}
+
+
+class SpeedTierReport:
+    """Pass-through of any type: place it after the sampler or the decoder."""
+
+    CATEGORY = "speed tier"
+    DESCRIPTION = "Shows what the Speed Tier upstream engaged, skipped and cost in this run."
+    RETURN_TYPES = (ANY, "STRING", "STRING")
+    RETURN_NAMES = ("value", "text", "json")
+    OUTPUT_NODE = True
+    FUNCTION = "report"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        tooltip = "Anything made with the tiered model: a latent, an image. Handed on unchanged."
+        return {
+            "required": {"value": (ANY, {"tooltip": tooltip})},
+            "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"},
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, unique_id: str | None = None, **_: Any) -> str:
+        shown = _shown.get(_only(unique_id))
+        return f"cached {shown[0]}" if shown else "live"
+
+    def report(
+        self, value: Any, unique_id: str | None = None, prompt: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        node_id = str(unique_id or "")
+        run, problem = find_run(prompt or {}, node_id)
+        if run is None:
+            text, data = problem, {"schema": 1, "problem": problem}
+        else:
+            from_cache = run.prompt_id != _current_prompt_id()
+            _shown[node_id] = (run.run_id, from_cache)
+            text, data = run.to_text(from_cache), run.to_dict(from_cache)
+        encoded = json.dumps(data)
+        return {"ui": {"text": [text], "json": [encoded]}, "result": (value, text, encoded)}
+
+
+def find_run(prompt: dict[str, Any], node_id: str) -> tuple[Report | None, str]:
+    """The run whose result reaches a report node, or the sentence why there is none."""
+    order = _breadth_first(prompt, node_id)
+    tier_id = next((i for i in order if prompt[i].get("class_type") in _TIER_NODES), None)
+    if tier_id is None:
+        return None, "no Speed Tier node upstream of this report"
+    wanted = {i: graph_signature(prompt, i) for i in order}
+    for run in REPORTS.runs():
+        sampler = run.sampler_node_id.split(".")[0]
+        if run.node_id == tier_id and wanted.get(sampler) == run.graph_signature:
+            return run, ""
+    return None, f"no sampling run of Speed Tier node {tier_id} in this process yet"
+
+
+def _breadth_first(prompt: dict[str, Any], node_id: str) -> list[str]:
+    """Ids upstream of a node, nearest first."""
+    order: list[str] = []
+    todo = deque([node_id])
+    while todo:
+        current = todo.popleft()
+        if current in order or current not in prompt:
+            continue
+        order.append(current)
+        todo.extend(upstream(prompt[current]))
+    return order[1:]
+
+
+def _current_prompt_id() -> str:
+    from comfy_execution.utils import get_executing_context
+
+    context = get_executing_context()
+    return context.prompt_id if context is not None else ""
+
+
+def _only(value: Any) -> str:
+    # IS_CHANGED gets its inputs as the host's one-element lists in some versions.
+    return str(value[0] if isinstance(value, list) else value or "")

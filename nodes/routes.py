@@ -1,0 +1,125 @@
+"""Every route and event for the page, and the ids that tie a run to a graph."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import Any
+
+from ..speed import REPORTS, Report
+
+EVENT = "speed_tier.update"
+_MIN_INTERVAL_S = 0.25  # step events; the others are rare
+
+
+def opener_for(node_id: str, server: Any) -> Any:
+    """What a tiered model calls at the start of each sampling run.
+
+    The node may have run in an earlier prompt and be cached now, so prompt, sampler, client and
+    workflow are looked up when the run starts, never when the node runs.
+    """
+
+    def open_run(report: Report) -> Any:
+        running = _running_prompt(server)
+        report.node_id = node_id
+        report.prompt_id = running.get("prompt_id", "")
+        report.sampler_node_id = running.get("node_id", "")
+        report.workflow_id = running.get("workflow_id", "")
+        if prompt := running.get("prompt"):
+            report.graph_signature = graph_signature(prompt, report.sampler_node_id)
+        return _Publisher(report, server, running.get("client_id"))
+
+    return open_run
+
+
+class _Publisher:
+    """Sends one run's events to the page that queued it; a late or lost one does no harm."""
+
+    def __init__(self, report: Report, server: Any, client_id: str | None) -> None:
+        self._report = report
+        self._server = server
+        self._client_id = client_id
+        self._last_step_s = 0.0
+
+    def __call__(self, kind: str, data: dict[str, Any]) -> None:
+        if self._server is None or self._client_id is None:
+            return
+        now = time.monotonic()
+        if kind == "step" and data["step"] != data["total"]:
+            if now - self._last_step_s < _MIN_INTERVAL_S:
+                return
+            self._last_step_s = now
+        report = self._report
+        message = {
+            "kind": kind,
+            "run_id": report.run_id,
+            "started_unix_s": report.started_unix_s,
+            "prompt_id": report.prompt_id,
+            "workflow_id": report.workflow_id,
+            "node_id": report.node_id,
+            "sampler_node_id": report.sampler_node_id,
+            "tier": report.tier,
+            **data,
+        }
+        self._server.send_sync(EVENT, message, self._client_id)
+
+
+def _running_prompt(server: Any) -> dict[str, Any]:
+    """Ids and graph of the prompt that is executing in this thread; empty outside one."""
+    from comfy_execution.utils import get_executing_context
+
+    context = get_executing_context()
+    if context is None:
+        return {}
+    found: dict[str, Any] = {"prompt_id": context.prompt_id, "node_id": str(context.node_id)}
+    queue = getattr(server, "prompt_queue", None)
+    for item in list(queue.currently_running.values()) if queue is not None else []:
+        if item[1] == context.prompt_id:
+            extra = item[3]
+            pnginfo = extra.get("extra_pnginfo") or {}
+            workflow = pnginfo.get("workflow") or {}
+            found["prompt"] = item[2]
+            found["client_id"] = extra.get("client_id")
+            found["workflow_id"] = str(workflow.get("id", ""))
+    return found
+
+
+def graph_signature(prompt: dict[str, Any], node_id: str) -> str:
+    """Hash of a node and everything upstream of it: equal graphs give equal results.
+
+    The id of a node made by expansion is looked up under the node it came from.
+    """
+    if node_id not in prompt:
+        node_id = node_id.split(".")[0]
+    seen: dict[str, Any] = {}
+    todo = [node_id]
+    while todo:
+        current = todo.pop()
+        node = prompt.get(current)
+        if node is None or current in seen:
+            continue
+        seen[current] = [node.get("class_type"), node.get("inputs")]
+        todo += upstream(node)
+    text = json.dumps(seen, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def upstream(node: dict[str, Any]) -> list[str]:
+    """Ids that a node's inputs link to, in input order."""
+    links = node.get("inputs", {}).values()
+    return [str(link[0]) for link in links if _is_link(link)]
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+
+
+def register(server: Any) -> None:
+    """Add the pack's routes to the host's server."""
+    from aiohttp import web
+
+    @server.routes.get("/speed_tier/report")
+    async def report(_: Any) -> Any:
+        runs = [run.to_dict() for run in REPORTS.runs()]
+        return web.json_response({"schema": 1, "runs": runs})

@@ -1,0 +1,83 @@
+"""Speed Tier and Speed Tier (Advanced): put a tier between a loader and a sampler."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ..speed import Switch, Tier, TierRequest, resolve_tier
+from ..speed.hosts import comfy
+from . import routes
+
+TIERS = tuple(tier.value for tier in Tier)
+_SWITCHES = tuple(switch.value for switch in Switch)
+
+_TIER_TOOLTIP = (
+    "off: the host's own path, bit for bit. default: faster without waiting. "
+    "max: as fast as the card allows after one short compile; rounds differently."
+)
+FEATURE_TOOLTIPS = {
+    "attention_backend": "Run attention with the fused kernel that measures fastest on this card.",
+    "cudnn_benchmark": "Let cudnn measure its convolution algorithms. The transformer has none.",
+    "tf32": "fp32 matrix products in TF32: faster on compute capability 8.0 and up, rounds more.",
+    "fused_qkv": "One matrix product for q, k and v where the model has three.",
+    "regional_compile": "Compile the repeated blocks, once per kind of block.",
+}
+
+
+def _apply(model: Any, tier: str, switches: dict[str, Switch], unique_id: str | None) -> Any:
+    request = TierRequest(resolve_tier(tier, is_gguf=False), switches)
+    opener = routes.opener_for(str(unique_id or ""), _server())
+    return comfy.tier_clone(model, request, opener)
+
+
+def _server() -> Any:
+    from server import PromptServer
+
+    return getattr(PromptServer, "instance", None)
+
+
+class SpeedTier:
+    """One dropdown. Replaces every Speed Tier before it; LoRA may come before or after."""
+
+    CATEGORY = "speed tier"
+    DESCRIPTION = "Run Z-Image or Qwen-Image in a speed tier and leave nothing behind."
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "apply"
+    SEARCH_ALIASES: ClassVar = ["compile", "speed", "torch.compile", "tf32"]
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "From any loader."}),
+                "tier": (list(TIERS), {"default": "default", "tooltip": _TIER_TOOLTIP}),
+            },
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
+
+    def apply(self, model: Any, tier: str, unique_id: str | None = None) -> tuple[Any]:
+        return (_apply(model, tier, {}, unique_id),)
+
+
+class SpeedTierAdvanced:
+    """The same with one switch per feature, for people who measure."""
+
+    CATEGORY = "speed tier"
+    DESCRIPTION = "Speed Tier with a switch per feature: auto, on (even unmeasured) or off."
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "apply"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        switches = {
+            name: (list(_SWITCHES), {"default": "auto", "tooltip": tooltip})
+            for name, tooltip in FEATURE_TOOLTIPS.items()
+        }
+        required = SpeedTier.INPUT_TYPES()["required"]
+        return {"required": {**required, **switches}, "hidden": {"unique_id": "UNIQUE_ID"}}
+
+    def apply(
+        self, model: Any, tier: str, unique_id: str | None = None, **switches: str
+    ) -> tuple[Any]:
+        chosen = {name: Switch(value) for name, value in switches.items()}
+        return (_apply(model, tier, chosen, unique_id),)

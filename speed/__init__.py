@@ -1,0 +1,19 @@
+"""The engine. Imports neither ComfyUI nor diffusers, starts no CUDA, loads no Triton."""
+
+from __future__ import annotations
+
+from .apply import Call, Run, TieredModel, TierRequest
+from .report import REPORTS, Report
+from .tiers import Switch, Tier, resolve_tier
+
+__all__ = [
+    "REPORTS",
+    "Call",
+    "Report",
+    "Run",
+    "Switch",
+    "Tier",
+    "TierRequest",
+    "TieredModel",
+    "resolve_tier",
+]

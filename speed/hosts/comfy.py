@@ -1,0 +1,267 @@
+"""A tier on a ComfyUI ModelPatcher clone.
+
+Everything hangs on the clone's wrappers and callbacks, under one key:
+
+    OUTER_SAMPLE   opens and closes the run; the only hook that is left after every exception,
+                   interrupt and out-of-memory
+    ON_PRE_RUN     the weights are in place
+    APPLY_MODEL    engages, calls, disengages; the denoiser is looked up on the module that is
+                   called, because some hosts run a clone on another module
+    ON_DETACH      with unpatch_all: the model was unloaded (the other kind fires at every rerun)
+
+Works on ComfyUI 0.3.75 and 0.33; what differs between them is read from the object, not from a
+version number.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ..apply import Call, Publish, Run, TieredModel, TierRequest
+from ..optimizations.base import HostFacts
+from ..report import Report
+from ..tiers import Tier
+
+log = logging.getLogger("speed_tier.comfy")
+
+KEY: Final = "speed_tier"
+_HOST_COMPILE_KEY: Final = "torch.compile"  # the host's own compile wrapper, KJNodes' as well
+_OPTIONS_INDEX: Final = 3  # of transformer_options among apply_model's arguments after (x, t)
+
+# Prepares a report for one run (ids of prompt, nodes and workflow) and says where events go.
+Opener = Callable[[Report], Publish]
+
+
+def tier_clone(patcher: Any, request: TierRequest, opener: Opener) -> Any:
+    """A clone of `patcher` that runs in the requested tier; earlier tiers on it are replaced.
+
+    Args:
+        patcher: A comfy.model_patcher.ModelPatcher, tiered or not.
+        opener: Called at the start of every sampling run.
+    """
+    note = ""
+    if request.resolved.tier is Tier.MAX and _is_dynamic(patcher):
+        clone, note = _static_clone(patcher)
+    else:
+        clone = patcher.clone()
+    remove_tier(clone)
+    session = _Session(TieredModel(request), opener, note)
+    _attach(clone, session)
+    return clone
+
+
+def remove_tier(patcher: Any) -> None:
+    """Take an earlier tier off a clone that is ours to change."""
+    from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+    for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
+        patcher.remove_wrappers_with_key(kind, KEY)
+    for kind in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_DETACH):
+        patcher.remove_callbacks_with_key(kind, KEY)
+
+
+def _attach(patcher: Any, session: _Session) -> None:
+    from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.outer_sample)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, session.apply_model)
+    patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, session.on_pre_run)
+    patcher.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, session.on_detach)
+
+
+class _Session:
+    """The wrappers of one tiered clone. Shared by its own clones; refers to no patcher."""
+
+    def __init__(self, tiered: TieredModel, opener: Opener, note: str) -> None:
+        self._tiered = tiered
+        self._opener = opener
+        self._note = note
+        self._runs: list[Run] = []  # a stack: a run may be nested in another of the same clone
+        self._lock = threading.Lock()
+
+    def outer_sample(
+        self,
+        executor: Any,
+        noise: torch.Tensor,
+        latent_image: torch.Tensor,
+        sampler: Any,
+        sigmas: torch.Tensor,
+        denoise_mask: torch.Tensor | None = None,
+        callback: Callable[..., Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        patcher = executor.class_obj.model_patcher
+        report = self._tiered.new_report()
+        report.latent_shape = list(noise.shape)
+        if self._note:
+            report.notes.append(self._note)
+        publish = self._opener(report)
+        publish("phase", {"phase": "loading", "steps": max(0, len(sigmas) - 1)})
+        run = self._tiered.begin(report, patcher.load_device, publish)
+        self._runs.append(run)
+        outcome, error = "failed", ""
+        try:
+            samples = executor(
+                noise,
+                latent_image,
+                sampler,
+                sigmas,
+                denoise_mask,
+                _step_callback(run, callback),
+                *args,
+                **kwargs,
+            )
+            outcome = "done"
+            return samples
+        except BaseException as raised:
+            # One host's interrupt is a BaseException, the other's is not.
+            if type(raised).__name__ == "InterruptProcessingException":
+                outcome = "interrupted"
+            else:
+                error = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            self._runs.remove(run)
+            run.close(outcome, error)
+
+    def apply_model(
+        self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        run = self._runs[-1] if self._runs else None
+        options = kwargs.get("transformer_options")
+        if options is None and len(args) > _OPTIONS_INDEX:
+            options = args[_OPTIONS_INDEX]
+        if run is None or not isinstance(options, dict):
+            return executor(x, t, *args, **kwargs)
+        context = kwargs.get("c_crossattn", args[1] if len(args) > 1 else None)
+        call = _describe_call(executor.class_obj, x, context, options)
+
+        def invoke(extra: Mapping[str, Any]) -> torch.Tensor:
+            added = [name for name in extra if name not in options]
+            try:
+                for name in added:
+                    options[name] = extra[name]
+                return executor(x, t, *args, **kwargs)
+            finally:
+                for name in added:
+                    options.pop(name, None)
+
+        return run.call(call, invoke)
+
+    def on_pre_run(self, *_: Any, **__: Any) -> None:
+        if self._runs:
+            self._runs[-1].mark_loaded()
+
+    def on_detach(self, patcher: Any, unpatch_all: bool = True, *_: Any, **__: Any) -> None:
+        if unpatch_all:
+            self._tiered.release(getattr(patcher.model, "diffusion_model", None))
+
+
+def _step_callback(run: Run, callback: Callable[..., Any] | None) -> Callable[..., Any]:
+    def on_step(step: int, denoised: Any, x: Any, total: int, *args: Any, **kwargs: Any) -> Any:
+        run.mark_step(step + 1, total)
+        if callback is not None:
+            return callback(step, denoised, x, total, *args, **kwargs)
+        return None
+
+    return on_step
+
+
+def _describe_call(model: Any, x: torch.Tensor, context: Any, options: dict[str, Any]) -> Call:
+    denoiser = model.diffusion_model
+    manual_cast = getattr(model, "manual_cast_dtype", None)
+    dtype = manual_cast if manual_cast is not None else getattr(denoiser, "dtype", x.dtype)
+    shape = tuple(x.shape) if x.ndim >= 4 else (x.shape[0], 1, 1, x[0].numel())
+    tokens = int(context.shape[1]) if isinstance(context, torch.Tensor) and context.ndim > 2 else 0
+    return Call(denoiser, x.device, dtype, shape, tokens, _host_facts(model, denoiser, options))
+
+
+def _host_facts(model: Any, denoiser: nn.Module, options: dict[str, Any]) -> HostFacts:
+    import comfy.ldm.modules.attention as attention
+    import comfy.model_management
+    import comfy.ops
+
+    in_use = ""
+    if "optimized_attention_override" in options:
+        in_use = "another node has replaced the attention function; it stays"
+    elif (chosen := attention.optimized_attention.__name__) != "attention_pytorch":
+        in_use = f"the host runs {chosen}; it stays"
+    return HostFacts(
+        compiled_by=_compiled_by(denoiser, options),
+        dynamic_vram=_is_dynamic(getattr(model, "current_patcher", None)),
+        attention_in_use=in_use,
+        attention=getattr(comfy.ops, "scaled_dot_product_attention", None),
+        check_interrupt=comfy.model_management.throw_exception_if_processing_interrupted,
+    )
+
+
+def _compiled_by(denoiser: nn.Module, options: dict[str, Any]) -> str:
+    if _HOST_COMPILE_KEY in options.get("wrappers", {}).get("apply_model", {}):
+        return "a torch.compile node"
+    if hasattr(denoiser, "_orig_mod"):
+        return "a torch.compile node"
+    return ""
+
+
+def _is_dynamic(patcher: Any) -> bool:
+    """Whether a patcher leaves its weights to the host's dynamic VRAM."""
+    return bool(getattr(patcher, "is_dynamic", lambda: False)())
+
+
+# Static twins of dynamic models, by the dynamic nn.Module, so that a node that runs again (a
+# changed LoRA before it) does not read the file again. Weak on both sides: keeps nothing alive.
+_static_twins: Final[weakref.WeakKeyDictionary[Any, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+def _static_clone(patcher: Any) -> tuple[Any, str]:
+    """A clone whose weights stay put, or a plain clone, with the sentence for the report."""
+    if getattr(patcher, "cached_patcher_init", None) is None:
+        return patcher.clone(), (
+            "max runs as default does: the host manages this model's memory dynamically and its "
+            "loader left no way to load it again. Use the host's own loader, or start the host "
+            "with --disable-dynamic-vram"
+        )
+    if problem := _does_not_fit(patcher):
+        return patcher.clone(), f"max runs as default does: {problem}"
+    twin = _static_twins.get(patcher.model)
+    source = twin() if twin is not None else None
+    if source is not None:
+        return patcher.clone(
+            disable_dynamic=True, model_override=source.get_clone_model_override()
+        ), "max runs on a static copy of this model, loaded earlier in this process"
+    started = time.perf_counter()
+    clone = patcher.clone(disable_dynamic=True)
+    _static_twins[patcher.model] = weakref.ref(clone)
+    seconds = time.perf_counter() - started
+    gib = patcher.model_size() / 2**30
+    return clone, f"max loaded a static copy of this model: {gib:.1f} GiB in {seconds:.1f} s"
+
+
+def _does_not_fit(patcher: Any) -> str:
+    import comfy.model_management as management
+
+    size = patcher.model_size()
+    total = management.get_total_memory(patcher.load_device)
+    # Room for the activations of one forward; the host's own reserve is of that order.
+    needed = size + management.minimum_inference_memory()
+    if needed > total:
+        return (
+            f"a static copy needs {needed / 2**30:.1f} GiB on {patcher.load_device}; "
+            f"it has {total / 2**30:.1f}"
+        )
+    free = management.get_free_memory(patcher.offload_device)
+    if size > free:
+        return (
+            f"a static copy needs {size / 2**30:.1f} GiB of {patcher.offload_device} memory; "
+            f"{free / 2**30:.1f} are free"
+        )
+    return ""

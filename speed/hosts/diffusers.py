@@ -1,0 +1,106 @@
+"""A tier on a bare diffusers transformer.
+
+    handle = apply_tier(pipe.transformer, "max")
+    ...
+    report = handle.finish_run()
+    handle.remove()
+
+The transformer's `forward` is wrapped on the instance; nothing of diffusers is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..apply import Call, Run, TieredModel, TierRequest
+from ..errors import UnsupportedModelError
+from ..families import detect_family, not_ours
+from ..optimizations import OPTIMIZATIONS
+from ..optimizations.base import Optimization
+from ..patching import Patch, PatchSet
+from ..report import Report
+from ..tiers import Switch, resolve_tier
+
+
+def apply_tier(
+    transformer: nn.Module,
+    tier: str,
+    switches: Mapping[str, Switch] | None = None,
+    optimizations: tuple[Optimization, ...] = OPTIMIZATIONS,
+) -> TierHandle:
+    """Engage a tier on a diffusers `ZImageTransformer2DModel` or `QwenImageTransformer2DModel`.
+
+    Args:
+        transformer: The module; its weights are where they will compute.
+        tier: "off", "default" or "max".
+        switches: Per-feature choices, by feature name.
+
+    Raises:
+        UnsupportedModelError: The module is of another family.
+        ValueError: `tier` names no tier.
+    """
+    if detect_family(transformer) is None:
+        raise UnsupportedModelError(f"Speed Tier: {not_ours(transformer)}.")
+    request = TierRequest(resolve_tier(tier, is_gguf=False), switches or {}, optimizations)
+    return TierHandle(transformer, TieredModel(request))
+
+
+class TierHandle:
+    """A tier in place on one transformer, until `remove`."""
+
+    def __init__(self, transformer: nn.Module, tiered: TieredModel) -> None:
+        self._transformer = transformer
+        self._tiered = tiered
+        self._run: Run | None = None
+        self._calls_original = transformer.forward
+
+        @functools.wraps(self._calls_original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(*args, **kwargs)
+
+        self._patches = PatchSet([Patch(transformer, "forward", forward)])
+        self._patches.__enter__()
+        self._removed = False
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = _describe_call(self._transformer, args, kwargs)
+        if self._run is None:
+            self._run = self._tiered.begin(self._tiered.new_report(), call.device)
+            self._run.mark_loaded()
+        return self._run.call(call, lambda options: self._calls_original(*args, **kwargs))
+
+    def finish_run(self) -> Report | None:
+        """End the run that the first forward opened: flags back, report filed."""
+        run, self._run = self._run, None
+        return run.close("done") if run is not None else None
+
+    def remove(self) -> None:
+        """Put the transformer and the process back as they were. Idempotent."""
+        if self._removed:
+            return
+        self._removed = True
+        self.finish_run()
+        self._patches.__exit__()
+        self._tiered.release(self._transformer)
+
+
+def _describe_call(transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    bound = inspect.signature(type(transformer).forward).bind_partial(transformer, *args, **kwargs)
+    given = bound.arguments
+    if "hidden_states" in given:  # Qwen-Image: packed tokens (B, N, 64)
+        hidden = given["hidden_states"]
+        shape = (hidden.shape[0], hidden.shape[2], hidden.shape[1] * 2, 2)
+        text = given.get("encoder_hidden_states")
+        text_tokens = int(text.shape[1]) if isinstance(text, torch.Tensor) else 0
+    else:  # Z-Image: a list of (C, F, H, W) and a list of (L, D)
+        images, captions = given["x"], given.get("cap_feats") or []
+        hidden = images[0]
+        shape = (len(images), *hidden.shape)
+        text_tokens = max((int(caption.shape[0]) for caption in captions), default=0)
+    return Call(transformer, hidden.device, hidden.dtype, tuple(shape), text_tokens)

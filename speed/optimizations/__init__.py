@@ -1,0 +1,21 @@
+"""The optimizations, in install order. A new one is a file, a row here and a name in tiers.py."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .attention_backend import AttentionBackend
+from .base import Optimization
+from .cudnn_benchmark import CudnnBenchmark
+from .fused_qkv import FusedQkv
+from .regional_compile import RegionalCompile
+from .tf32 import Tf32
+
+# Flags first, then what changes modules, and the compile last: it traces what the others put in.
+OPTIMIZATIONS: Final[tuple[Optimization, ...]] = (
+    Tf32(),
+    CudnnBenchmark(),
+    AttentionBackend(),
+    FusedQkv(),
+    RegionalCompile(),
+)

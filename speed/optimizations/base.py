@@ -1,0 +1,122 @@
+"""What an optimization is: checked, installed for one run, removed when the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from ..env import Capabilities
+from ..families.base import Family
+from ..patching import Patch
+from ..report import CompileFacts
+
+
+class Fidelity(str, Enum):
+    """What engaging an optimization does to the numbers."""
+
+    EXACT = "bit-identical"
+    ROUNDING = "rounding"
+    LOSSY = "lossy"
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What only the host knows of one denoiser call.
+
+    Attributes:
+        compiled_by: Who else compiles this model, "" if nobody.
+        dynamic_vram: Weights are faulted in per call; their addresses may not be kept.
+        attention_in_use: Why the attention function is not ours to choose, "" if it is.
+        attention: The attention the host would run: (q, k, v) of (B, H, N, D); None = plain SDPA.
+        check_interrupt: Raises if the user cancelled; called between blocks.
+    """
+
+    compiled_by: str = ""
+    dynamic_vram: bool = False
+    attention_in_use: str = ""
+    attention: Callable[..., torch.Tensor] | None = None
+    check_interrupt: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """One denoiser at the first call of one run: weights are loaded, nothing is installed yet.
+
+    Attributes:
+        denoiser: The transformer that will be called.
+        family: Its family.
+        stack: "comfyui" or "diffusers".
+        device: Where it computes.
+        dtype: Dtype of its activations.
+        capabilities: What that device can do.
+        batch: Batch of the call, cond and uncond joined.
+        image_tokens, text_tokens: Sequence lengths of the call.
+        host: What the host says.
+        forced: The Advanced node says "on" for this optimization.
+        compiling: Told (kind, index, count) when a compile starts.
+    """
+
+    denoiser: nn.Module
+    family: Family
+    stack: str
+    device: torch.device
+    dtype: torch.dtype
+    capabilities: Capabilities
+    batch: int = 1
+    image_tokens: int = 1024
+    text_tokens: int = 0
+    host: HostFacts = field(default_factory=HostFacts)
+    forced: bool = False
+    compiling: Callable[[str, int, int], None] | None = None
+
+
+@dataclass
+class Handle:
+    """What one optimization put in for one run.
+
+    Attributes:
+        flags: Process-wide flags, held until the run ends.
+        patches: Attributes replaced around every denoiser call.
+        options: Entries added to the host's transformer_options for every call.
+        note: Figures for the report.
+        fell_back: Set when the optimization gave up in mid-run: the reason.
+    """
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    patches: Sequence[Patch] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    fell_back: str = ""
+
+    def scope(self) -> contextlib.AbstractContextManager[object]:
+        """Context around every denoiser call."""
+        return contextlib.nullcontext()
+
+    def compile_facts(self) -> CompileFacts | None:
+        """What was compiled in this run, for an optimization that compiles."""
+        return None
+
+    def remove(self) -> None:
+        """The run has ended. Idempotent."""
+
+
+class Optimization(Protocol):
+    """One lever. `check` and `install` are called once per run and denoiser, in table order."""
+
+    name: ClassVar[str]
+    fidelity: ClassVar[Fidelity]
+
+    def check(self, context: Context) -> str | None:
+        """Why it cannot or need not engage here, or None."""
+
+    def install(self, context: Context) -> Handle:
+        """Put it in. Whatever it leaves behind is undone by the handle's `remove`."""
+
+    def release(self, denoiser: nn.Module) -> None:
+        """The model was unloaded: drop what was kept between runs for `denoiser`."""

@@ -1,0 +1,112 @@
+"""What regional compile needs of torch's compiler: settings, counters, failures."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch._dynamo
+import torch._dynamo.utils
+import torch.fx.experimental._config
+from torch.nn.modules import module as nn_module
+
+_REASON_LENGTH: Final = 300
+
+
+@contextlib.contextmanager
+def settings(recompile_limit: int) -> Iterator[None]:
+    """Dynamo's settings for the duration of one denoiser call.
+
+    They are context-local in newer torch (a thread or a later prompt does not see what was set
+    elsewhere), so they are set where the compiled code is called.
+    """
+    wanted = {
+        "recompile_limit": recompile_limit,
+        "accumulated_recompile_limit": max(256, 8 * recompile_limit),
+        # Without it the limit turns a kind eager without a word.
+        "fail_on_recompile_limit_hit": True,
+        # One build of the host switches errors off; then a failed compile would go unseen.
+        "suppress_errors": False,
+    }
+    config = torch._dynamo.config
+    known: dict[str, Any] = {name: value for name, value in wanted.items() if hasattr(config, name)}
+    shapes = torch.fx.experimental._config
+    # Two sizes that happen to be equal (64 text and 64 image tokens) are not the same size.
+    duck = {"use_duck_shape": False} if hasattr(shapes, "use_duck_shape") else {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(known))
+        if duck:
+            stack.enter_context(shapes.patch(duck))  # type: ignore[attr-defined]
+        yield
+
+
+def graph_count() -> int:
+    """How many graphs Dynamo has compiled in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def graph_breaks() -> dict[str, int]:
+    """Graph breaks by reason, as Dynamo counts them."""
+    return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+def new_graph_breaks(before: dict[str, int]) -> dict[str, int]:
+    """Breaks that were counted since `before`, by the first line of their reason."""
+    new: Counter[str] = Counter()
+    for reason, count in graph_breaks().items():
+        if (added := count - before.get(reason, 0)) > 0:
+            new[_first_line(reason)] += added
+    return dict(new)
+
+
+def has_global_hooks() -> bool:
+    """Whether somebody registered forward hooks on all modules of the process."""
+    return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
+
+
+@functools.cache
+def compile_failures() -> tuple[type[BaseException], ...]:
+    """Exceptions that say "this could not be compiled", never "the block itself failed"."""
+    import torch._dynamo.exc as dynamo_errors
+    import torch._inductor.exc as inductor_errors
+
+    names: list[tuple[Any, str]] = [
+        (dynamo_errors, "TorchDynamoException"),
+        (dynamo_errors, "FailOnRecompileLimitHit"),
+        (inductor_errors, "InductorError"),
+        (inductor_errors, "CppCompileError"),
+        (inductor_errors, "CUDACompileError"),
+        (inductor_errors, "MissingOperatorWithoutDecomp"),
+    ]
+    found = [getattr(owner, name) for owner, name in names if hasattr(owner, name)]
+    return (*found, *_triton_failures())
+
+
+def _triton_failures() -> tuple[type[BaseException], ...]:
+    try:
+        from triton.compiler.errors import CompilationError
+        from triton.runtime.errors import OutOfResources
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        return ()
+    return (CompilationError, OutOfResources)
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def plain_reason(error: BaseException) -> str:
+    """One line of `error` for the report, the innermost cause first."""
+    inner = getattr(error, "inner_exception", None) or error
+    if is_recompile_limit(error):
+        return f"recompile limit hit ({_first_line(str(error))})"
+    return f"compile failed: {type(inner).__name__}: {_first_line(str(inner))}"
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return (lines[0] if lines else "no message")[:_REASON_LENGTH]

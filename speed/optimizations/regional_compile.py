@@ -1,0 +1,322 @@
+"""torch.compile of the repeated blocks, one artefact shared by all blocks of a kind.
+
+Changes: the code that computes a block; Inductor fuses its pointwise chains.
+Faster because: norms, modulation, gates, RoPE and SwiGLU stop being one kernel each.
+Fidelity: rounding (fused code keeps more precision between operations).
+Process-wide: Dynamo and Inductor settings, only inside each denoiser call.
+Declines: without a working toolchain, where another node compiles the model, with dynamic VRAM.
+
+A *kind* of block is one class with one set of parameter shapes and dtypes. Every kind has a code
+object of its own, so that Dynamo's recompile limit and cache count per kind and go when the model
+goes. Blocks are called through their instance's `forward`, so names, parameters and the block's
+own hooks stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from ..env import inductor_problem
+from ..families.base import RepeatedBlock
+from ..flags import safe_inductor_cache
+from ..patching import GradOff, Patch, is_replaced
+from ..report import CompiledKind, CompileFacts
+from . import dynamo
+from .base import Context, Fidelity, Handle
+
+log = logging.getLogger("speed_tier.regional_compile")
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """How blocks are compiled.
+
+    Attributes:
+        backend: torch.compile backend.
+        dynamic: Sizes are symbolic from the first compile on; None = after the first change.
+        recompile_limit: Variants per kind before a kind runs eager. The stated bound is 4 per
+            kind; the rest is room for partial loads and mixed LoRA targets.
+        emulate_precision_casts: Round between fused operations as eager does.
+    """
+
+    backend: str = "inductor"
+    dynamic: bool | None = True
+    recompile_limit: int = 32
+    emulate_precision_casts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recompile_limit < 1:
+            raise ValueError(
+                f"recompile_limit needs to be at least 1; found {self.recompile_limit}"
+            )
+
+    def options(self) -> dict[str, Any] | None:
+        if self.backend != "inductor" or not self.emulate_precision_casts:
+            return None
+        return {"emulate_precision_casts": True}
+
+
+def kind_signature(block: nn.Module) -> tuple[object, ...]:
+    """What makes two blocks the same kind: class, and name, shape and dtype of every parameter."""
+    parameters = tuple(
+        (name, tuple(parameter.shape), parameter.dtype, type(parameter).__name__)
+        for name, parameter in block.named_parameters()
+    )
+    return (type(block), parameters)
+
+
+class Kind:
+    """One kind of block and its compiled code."""
+
+    def __init__(self, name: str, block_class: type[nn.Module], config: CompileConfig) -> None:
+        self.name = name
+        self.blocks = 0
+        self.compiles_ever = 0
+        self.broken = ""  # this kind cannot be compiled in this process: the reason
+        entry = _entry_point(name, block_class.forward)
+        self.compiled = torch.compile(
+            entry, backend=config.backend, dynamic=config.dynamic, options=config.options()
+        )
+
+
+def _entry_point(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function `(block, *args, **kwargs)` with a code object of its own, named after the kind."""
+
+    def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(block, *args, **kwargs)
+
+    code = run_block.__code__.replace(co_name=f"speed_tier_{name.replace('.', '_')}")
+    function = types.FunctionType(
+        code, run_block.__globals__, code.co_name, None, run_block.__closure__
+    )
+    function.__kwdefaults__ = run_block.__kwdefaults__
+    return function
+
+
+class BlockCall:
+    """Stands in for one block's forward while a tiered call runs."""
+
+    def __init__(self, block: nn.Module, kind: Kind) -> None:
+        self.block = block
+        self.kind = kind
+        self.run: _RunState | None = None
+        # The dicts themselves: hooks added later show up in them.
+        children = [child for child in block.modules() if child is not block]
+        self._hooks = [c._forward_hooks for c in children] + [
+            c._forward_pre_hooks for c in children
+        ]
+
+    def has_hooks(self) -> bool:
+        """Whether a part of the block has a forward hook, which compiled code would not see."""
+        return any(self._hooks)
+
+    def eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.run
+        if run is None or not run.may_compile(self):
+            return self.eager(args, kwargs)
+        run.check_interrupt()
+        before = dynamo.graph_count()
+        started = time.perf_counter()
+        run.announce(self.kind)
+        try:
+            output = self.kind.compiled(self.block, *args, **kwargs)
+        except dynamo.compile_failures() as error:
+            run.fall_back(self.kind, error)
+            return self.eager(args, kwargs)
+        if (graphs := dynamo.graph_count() - before) > 0:
+            run.count(self.kind, graphs, time.perf_counter() - started)
+        return output
+
+
+@dataclass
+class CompiledBlocks:
+    """The kinds of one denoiser; kept between runs, dropped with the model."""
+
+    kinds: list[Kind]
+    calls: dict[str, BlockCall]
+
+
+def build_blocks(blocks: list[RepeatedBlock], config: CompileConfig) -> CompiledBlocks:
+    """Sort `blocks` into kinds. Nothing is compiled before a block is first called."""
+    kinds: dict[tuple[object, ...], Kind] = {}
+    calls = {}
+    for block in blocks:
+        signature = kind_signature(block.module)
+        if signature not in kinds:
+            name = block.path.rsplit(".", 1)[0]
+            taken = sum(kind.name.split("#")[0] == name for kind in kinds.values())
+            name = f"{name}#{taken + 1}" if taken else name
+            kinds[signature] = Kind(name, type(block.module), config)
+        kind = kinds[signature]
+        kind.blocks += 1
+        calls[block.path] = BlockCall(block.module, kind)
+    return CompiledBlocks(list(kinds.values()), calls)
+
+
+class _RunState:
+    """What happens to the compiled blocks of one denoiser in one run."""
+
+    def __init__(self, context: Context, blocks: CompiledBlocks) -> None:
+        self.facts = {k.name: CompiledKind(k.name, k.blocks) for k in blocks.kinds}
+        self.graphs = 0
+        self.recompiles = 0
+        self.eager_kinds: dict[str, str] = {}
+        self.hooked_blocks = 0
+        self._kinds = blocks.kinds
+        self._announce = context.compiling
+        self._interrupt = context.host.check_interrupt
+
+    def may_compile(self, call: BlockCall) -> bool:
+        if call.kind.broken:
+            self.eager_kinds.setdefault(call.kind.name, call.kind.broken)
+            return False
+        if call.kind.name in self.eager_kinds:
+            return False
+        if call.has_hooks() or dynamo.has_global_hooks():
+            self.hooked_blocks += 1
+            return False
+        return True
+
+    def check_interrupt(self) -> None:
+        # Compiled code cannot be interrupted inside; between blocks it can.
+        if self._interrupt is not None:
+            self._interrupt()
+
+    def announce(self, kind: Kind) -> None:
+        if kind.compiles_ever == 0 and self._announce is not None:
+            self._announce(kind.name, self._kinds.index(kind) + 1, len(self._kinds))
+
+    def count(self, kind: Kind, graphs: int, seconds: float) -> None:
+        facts = self.facts[kind.name]
+        facts.compiles += 1
+        facts.seconds += seconds
+        self.graphs += graphs
+        self.recompiles += kind.compiles_ever > 0
+        kind.compiles_ever += 1
+
+    def fall_back(self, kind: Kind, error: BaseException) -> None:
+        reason = dynamo.plain_reason(error)
+        log.warning("%s runs eager: %s", kind.name, reason)
+        log.debug("compile of %s failed", kind.name, exc_info=error)
+        self.eager_kinds[kind.name] = reason
+        if not dynamo.is_recompile_limit(error):
+            kind.broken = reason  # it would fail again; a hit limit may pass with known sizes
+
+
+@dataclass
+class _CompileHandle(Handle):
+    blocks: CompiledBlocks = field(default_factory=lambda: CompiledBlocks([], {}))
+    run: _RunState | None = None
+    config: CompileConfig = field(default_factory=CompileConfig)
+    grad_off: GradOff | None = None
+    breaks_before: dict[str, int] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with dynamo.settings(self.config.recompile_limit):
+            yield
+        assert self.run is not None
+        if self.run.eager_kinds and not self.fell_back:
+            every = len(self.run.eager_kinds) == len(self.blocks.kinds)
+            text = "; ".join(f"{name}: {why}" for name, why in self.run.eager_kinds.items())
+            self.fell_back = text if every else ""
+            self.note = f"runs eager in part ({text})"
+        elif self.run.hooked_blocks:
+            self.note = f"{self.run.hooked_blocks} block calls ran eager: a part has a forward hook"
+
+    def compile_facts(self) -> CompileFacts:
+        assert self.run is not None
+        return CompileFacts(
+            kinds=list(self.run.facts.values()),
+            graphs=self.run.graphs,
+            recompiles=self.run.recompiles,
+            graph_breaks=dynamo.new_graph_breaks(self.breaks_before),
+            seconds=sum(kind.seconds for kind in self.run.facts.values()),
+        )
+
+    def remove(self) -> None:
+        for call in self.blocks.calls.values():
+            call.run = None
+        if self.grad_off is not None:
+            self.grad_off.remove()
+
+
+# Compiled code by denoiser and config. The values refer to blocks but never to the denoiser.
+_kept: Final[weakref.WeakKeyDictionary[nn.Module, dict[CompileConfig, CompiledBlocks]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@dataclass(frozen=True)
+class RegionalCompile:
+    name: ClassVar[str] = "regional_compile"
+    fidelity: ClassVar[Fidelity] = Fidelity.ROUNDING
+    config: CompileConfig = field(default_factory=CompileConfig)
+
+    def check(self, context: Context) -> str | None:
+        if context.host.compiled_by:
+            return f"{context.host.compiled_by} compiles this model already"
+        if context.host.dynamic_vram:
+            return "dynamic VRAM loads weights inside the code that would be compiled"
+        if self.config.backend == "inductor" and (problem := inductor_problem(context.device)):
+            return problem
+        return None
+
+    def install(self, context: Context) -> Handle:
+        blocks = self._blocks(context)
+        run = _RunState(context, blocks)
+        patches = []
+        foreign = 0
+        for call in blocks.calls.values():
+            if is_replaced(call.block, "forward"):
+                foreign += 1
+                continue
+            call.run = run
+            patches.append(Patch(call.block, "forward", call))
+        kinds = ", ".join(f"{kind.name} x{kind.blocks}" for kind in blocks.kinds)
+        note = f"{len(blocks.kinds)} kinds: {kinds}"
+        if foreign:
+            note += f"; {foreign} blocks run eager: another pack has replaced their forward"
+        return _CompileHandle(
+            flags=safe_inductor_cache() if self.config.backend == "inductor" else {},
+            patches=patches,
+            note=note,
+            blocks=blocks,
+            run=run,
+            config=self.config,
+            grad_off=GradOff(p for call in blocks.calls.values() for p in call.block.parameters()),
+            breaks_before=dynamo.graph_breaks(),
+        )
+
+    def release(self, denoiser: nn.Module) -> None:
+        """Compiled code holds no device memory; it stays until the model itself goes."""
+
+    def _blocks(self, context: Context) -> CompiledBlocks:
+        kept = _kept.setdefault(context.denoiser, {})
+        found = context.family.repeated_blocks(context.denoiser)
+        blocks = kept.get(self.config)
+        # A host that rebuilt or swapped a block, or changed its dtype, gets fresh kinds.
+        if blocks is None or not _still_fits(blocks, found):
+            blocks = kept[self.config] = build_blocks(found, self.config)
+        return blocks
+
+
+def _still_fits(blocks: CompiledBlocks, found: list[RepeatedBlock]) -> bool:
+    return len(blocks.calls) == len(found) and all(
+        (call := blocks.calls.get(block.path)) is not None and call.block is block.module
+        for block in found
+    )

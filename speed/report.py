@@ -1,0 +1,284 @@
+"""The report: one structured object that node text, page, log line and tests all read."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+SCHEMA: Final = 1
+_KEPT_RUNS: Final = 64
+
+
+class State(str, Enum):
+    """What became of one planned feature."""
+
+    ENGAGED = "engaged"
+    SKIPPED = "skipped"
+    FELL_BACK = "fell_back"
+
+
+@dataclass
+class FeatureOutcome:
+    """One feature in one run.
+
+    Attributes:
+        name: The feature's name in the tier table.
+        state: Engaged, skipped, or engaged and then dropped.
+        reason: Why it was skipped or dropped, in plain words; "" while engaged.
+        fidelity: What engaging it changes: bit-identical, rounding or lossy.
+        note: Figures and details worth reading while engaged.
+    """
+
+    name: str
+    state: State
+    reason: str = ""
+    fidelity: str = ""
+    note: str = ""
+
+
+@dataclass
+class ModelFacts:
+    """The model that ran.
+
+    Attributes:
+        family: "z_image", "qwen_image", or "" where the model is neither.
+        class_name: Class of the denoiser.
+        stack: "comfyui" or "diffusers".
+        dtype: Compute dtype of the weights.
+        device: Device that computes.
+        note: Why nothing engaged, where that has to do with the model itself.
+    """
+
+    family: str = ""
+    class_name: str = ""
+    stack: str = ""
+    dtype: str = ""
+    device: str = ""
+    note: str = ""
+
+
+@dataclass
+class Timing:
+    """Seconds, measured. None = not measured in this run.
+
+    Attributes:
+        load_s: From the start of the run to the weights being in place.
+        first_step_s: First step, compile and warm-up included.
+        first_step_tax_s: First step less a steady one.
+        steps_s: Every step.
+        steady_step_s: Median of the steps after the first.
+        total_s: The whole sampling run, loading included.
+        vae_decode_s: Decode time; measured by Speed Tier VAE only.
+        vae_note: Why vae_decode_s is empty.
+    """
+
+    load_s: float | None = None
+    first_step_s: float | None = None
+    first_step_tax_s: float | None = None
+    steps_s: list[float] = field(default_factory=list)
+    steady_step_s: float | None = None
+    total_s: float | None = None
+    vae_decode_s: float | None = None
+    vae_note: str = "not measured: the decode did not go through a Speed Tier node"
+
+
+@dataclass
+class CompiledKind:
+    """What compiling one kind of repeated block cost in one run."""
+
+    name: str
+    blocks: int
+    compiles: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class CompileFacts:
+    """Dynamo's own counters over one run."""
+
+    kinds: list[CompiledKind] = field(default_factory=list)
+    graphs: int = 0
+    recompiles: int = 0
+    graph_breaks: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """Everything that was measured and decided in one sampling run."""
+
+    tier_asked: str
+    tier: str
+    tier_reason: str
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    started_unix_s: float = field(default_factory=time.time)
+    outcome: str = "running"
+    error: str = ""
+    node_id: str = ""
+    sampler_node_id: str = ""
+    prompt_id: str = ""
+    workflow_id: str = ""
+    graph_signature: str = ""
+    model: ModelFacts = field(default_factory=ModelFacts)
+    features: list[FeatureOutcome] = field(default_factory=list)
+    timing: Timing = field(default_factory=Timing)
+    compile: CompileFacts = field(default_factory=CompileFacts)
+    latent_shape: list[int] = field(default_factory=list)
+    steps: int = 0
+    evaluations: int = 0
+    peak_bytes: int | None = None
+    speedup_against_off: float | None = None
+    flags: dict[str, dict[str, Any]] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def engaged(self) -> list[str]:
+        return [f.name for f in self.features if f.state is State.ENGAGED]
+
+    def feature(self, name: str) -> FeatureOutcome | None:
+        return next((f for f in self.features if f.name == name), None)
+
+    def to_dict(self, from_cache: bool = False) -> dict[str, Any]:
+        """The report as JSON-able data.
+
+        Args:
+            from_cache: The host served this run's result from its cache.
+        """
+        data = asdict(self)
+        tier = {
+            "asked": data.pop("tier_asked"),
+            "resolved": data.pop("tier"),
+            "reason": data.pop("tier_reason"),
+        }
+        shape = {
+            "latent": data.pop("latent_shape"),
+            "steps": data.pop("steps"),
+            "evaluations": data.pop("evaluations"),
+        }
+        return {
+            "schema": SCHEMA,
+            "from_cache": from_cache,
+            "measured_at": _clock(self.started_unix_s),
+            "tier": tier,
+            "shape": shape,
+            "memory": {"peak_bytes": data.pop("peak_bytes")},
+            **data,
+        }
+
+    def to_text(self, from_cache: bool = False) -> str:
+        """The report as a person reads it."""
+        return "\n".join(_text_lines(self, from_cache))
+
+    def log_line(self) -> str:
+        """One line for the server's log."""
+        timing = self.timing
+        steady = "" if timing.steady_step_s is None else f", {timing.steady_step_s:.3f} s/step"
+        tax = timing.first_step_tax_s
+        first = "" if tax is None else f", first-step tax {tax:.2f} s"
+        engaged = ", ".join(self.engaged()) or "nothing engaged"
+        total = "" if timing.total_s is None else f" {timing.total_s:.2f} s"
+        return f"Speed Tier {self.tier} {self.outcome}{total}{steady}{first}; {engaged}"
+
+
+def _clock(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(unix_s))
+
+
+def _seconds(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f} s"
+
+
+def _text_lines(report: Report, from_cache: bool) -> list[str]:
+    asked = report.tier_asked or "unset"
+    lines = [f"Speed Tier: {report.tier} (asked: {asked}, {report.tier_reason}), {report.outcome}"]
+    if report.error:
+        lines.append(f"  {report.error}")
+    if from_cache:
+        lines.append(f"served from the host's cache; measured {_clock(report.started_unix_s)}")
+    else:
+        lines.append(f"measured {_clock(report.started_unix_s)}")
+    model = report.model
+    if model.class_name:
+        family = model.family or "no known family"
+        lines.append(f"model: {family}, {model.class_name}, {model.dtype} on {model.device}")
+    if model.note:
+        lines.append(f"  {model.note}")
+    for feature in report.features:
+        detail = feature.reason or feature.note
+        what = f"{feature.state.value}, {feature.fidelity}" if not feature.reason else feature.state
+        what = what.value if isinstance(what, State) else what
+        lines.append(f"  {feature.name}: {what}" + (f": {detail}" if detail else ""))
+    lines += _timing_lines(report)
+    lines += [f"note: {note}" for note in report.notes]
+    return lines
+
+
+def _timing_lines(report: Report) -> list[str]:
+    timing = report.timing
+    steps = ", ".join(f"{s:.3f}" for s in timing.steps_s) or "none"
+    lines = [
+        f"load {_seconds(timing.load_s)}, whole run {_seconds(timing.total_s)}",
+        f"first step {_seconds(timing.first_step_s)} (tax {_seconds(timing.first_step_tax_s)}), "
+        f"steady step {_seconds(timing.steady_step_s)}",
+        f"steps (s): {steps}",
+    ]
+    if timing.vae_decode_s is None:
+        lines.append(f"VAE decode {timing.vae_note}")
+    else:
+        lines.append(f"VAE decode {_seconds(timing.vae_decode_s)}")
+    if report.peak_bytes is not None:
+        lines.append(f"peak memory {report.peak_bytes / 2**30:.2f} GiB")
+    compiled = report.compile
+    if compiled.kinds:
+        kinds = ", ".join(f"{k.name} x{k.blocks}: {k.compiles}" for k in compiled.kinds)
+        lines.append(
+            f"compiled in this run: {kinds}; {compiled.recompiles} recompiles, "
+            f"{sum(compiled.graph_breaks.values())} graph breaks, {compiled.seconds:.1f} s"
+        )
+    if report.speedup_against_off is not None:
+        lines.append(f"{report.speedup_against_off:.2f}x the speed of the last off run")
+    return lines
+
+
+class ReportBook:
+    """The last runs of this process, newest first. Holds numbers and text, never a model."""
+
+    def __init__(self, keep: int = _KEPT_RUNS) -> None:
+        self._runs: deque[Report] = deque(maxlen=keep)
+        self._lock = threading.Lock()
+
+    def add(self, report: Report) -> None:
+        with self._lock:
+            self._runs.appendleft(report)
+
+    def runs(self) -> list[Report]:
+        with self._lock:
+            return list(self._runs)
+
+    def find(self, **wanted: str) -> Report | None:
+        """Newest run whose attributes equal all of `wanted`."""
+        for report in self.runs():
+            if all(getattr(report, name) == value for name, value in wanted.items()):
+                return report
+        return None
+
+    def last_off_step_s(self, like: Report) -> float | None:
+        """Steady step of the newest finished off run of the same model and shape."""
+        for report in self.runs():
+            if (
+                report.tier == "off"
+                and report.outcome == "done"
+                and report.model == like.model
+                and report.latent_shape == like.latent_shape
+                and report.timing.steady_step_s is not None
+            ):
+                return report.timing.steady_step_s
+        return None
+
+
+REPORTS: Final = ReportBook()
