@@ -1,7 +1,8 @@
 """Torch twins of the kernels: the definition of what each GGUF quant type means, on any device.
 
-A `quant_block` is GGUF's unit: `type_size` bytes that hold `block_size` weights. Every function here
-takes `(n_quant_blocks, type_size) uint8` and gives `(n_quant_blocks, block_size) float32`; the one
+A `quant_block` is GGUF's unit: `type_size` bytes that hold `block_size` weights. Every function
+here takes `(n_quant_blocks, type_size) uint8` and gives `(n_quant_blocks, block_size) float32`; the
+one
 rounding to the output dtype is done by `dequantize_reference`. Products of an fp16 scale, a
 sub-block scale and a code fit fp32's 24 bits in every type, so the only rounding before that is the
 one subtraction or addition of types with a minimum: a fused multiply-add gives the same bits.
@@ -107,7 +108,7 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_q4_k(blocks: Tensor) -> Tensor:
-    """256 weights in 144 bytes: d, dmin f16, 12 bytes of 6-bit scales and minima, 128 of nibbles."""
+    """256 weights in 144 bytes: d, dmin f16, 12 of 6-bit scales and minima, 128 of nibbles."""
     scales, minima = _scales_and_minima(blocks)
     codes = nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32).float()
     return (scales * codes - minima).flatten(1)
@@ -145,6 +146,13 @@ def dequantize_f32(blocks: Tensor) -> Tensor:
     return blocks.view(torch.float32)
 
 
+def dequantize_blocks(
+    blocks: Tensor, function: BlockFunction, dtype: torch.dtype, table: Tensor | None = None
+) -> Tensor:
+    """`(n_quant_blocks, type_size) uint8` to `(n_quant_blocks, block_size)` of `dtype`."""
+    return (function(blocks) if table is None else function(blocks, table)).to(dtype)
+
+
 def dequantize_reference(
     packed: Tensor,
     function: BlockFunction,
@@ -168,5 +176,4 @@ def dequantize_reference(
         `(rows, cols)` of `dtype`: the fp32 value, rounded once.
     """
     blocks = packed.reshape(-1, type_size)
-    out = function(blocks) if table is None else function(blocks, table)
-    return out.to(dtype).reshape(rows, cols)
+    return dequantize_blocks(blocks, function, dtype, table).reshape(rows, cols)

@@ -75,7 +75,7 @@ def dequantize_iq4_nl(blocks: Tensor, table: Tensor) -> Tensor:
 
 
 def dequantize_iq4_xs(blocks: Tensor, table: Tensor) -> Tensor:
-    """256 weights in 136 bytes: d f16, u16 of high and 4 bytes of low scale bits, 128 of nibbles."""
+    """256 weights in 136 bytes: d f16, u16 of high and 4 of low scale bits, 128 of nibbles."""
     low = nibbles(blocks[:, 4:8]).transpose(1, 2).flatten(1)
     high = crumbs(blocks[:, 2:4]).transpose(1, 2).flatten(1)
     scales = half_at(blocks, 0) * ((low | (high << 4)).float() - 32.0)
@@ -106,7 +106,7 @@ def dequantize_iq3_s(blocks: Tensor, table: Tensor) -> Tensor:
 
 
 def dequantize_iq2_xxs(blocks: Tensor, table: Tensor) -> Tensor:
-    """256 weights in 66 bytes: d f16, 8 of (4 grid indices, u32 of four 7-bit signs and a scale)."""
+    """256 weights in 66 bytes: d f16, 8 of (4 indices, u32 of four 7-bit signs and a scale)."""
     groups = blocks[:, 2:].reshape(-1, 8, 8)
     words = word_at(groups[..., 4:])
     packed = words[..., 0] | (words[..., 1] << 16)
@@ -132,7 +132,7 @@ def dequantize_iq2_xs(blocks: Tensor, table: Tensor) -> Tensor:
 
 
 def dequantize_iq2_s(blocks: Tensor, table: Tensor) -> Tensor:
-    """256 weights in 82 bytes: d f16, 32 indices, 32 of signs, 8 of high index bits, 8 of scales."""
+    """256 weights in 82 bytes: d f16, 32 indices, 32 of signs, 8 of high bits, 8 of scales."""
     high = crumbs(blocks[:, 66:74]).transpose(1, 2).flatten(1).int() << 8
     grid = _look_up(table, blocks[:, 2:34].int() | high, 8, 1024).reshape(-1, 16, 2, 8)
     signs = _sign_of(blocks[:, 34:66]).reshape(-1, 16, 2, 8)
@@ -143,7 +143,7 @@ _IQ1_DELTA = 0.125
 
 
 def dequantize_iq1_s(blocks: Tensor, table: Tensor) -> Tensor:
-    """256 weights in 50 bytes: d f16, 32 indices, 8 u16 (four 3-bit highs, scale, sign of delta)."""
+    """256 weights in 50 bytes: d f16, 32 indices, 8 u16 (four 3-bit highs, scale, delta sign)."""
     words = word_at(blocks[:, 34:])
     scales = half_at(blocks, 0) * (2.0 * ((words >> 12) & 7).float() + 1.0)
     delta = _IQ1_DELTA - 2.0 * _IQ1_DELTA * ((words >> 15) & 1).float()
