@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import shutil
@@ -241,6 +242,13 @@ class HostServer:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 text = answer.read()
         except urllib.error.HTTPError:
+            raise
+        except ConnectionResetError:
+            # The process is likely ending; its exit code comes a moment after its sockets close.
+            if self.process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(2)
+            self.check_alive()
             raise
         except OSError:
             self.check_alive()
