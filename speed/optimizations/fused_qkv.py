@@ -73,27 +73,24 @@ class FusedGroup:
         forwards = (self.forward_q, self.forward_k, self.forward_v)
         return [Patch(m, "forward", f) for m, f in zip(self.modules, forwards, strict=True)]
 
-    def forget_activations(self) -> None:
-        """Drop what an exception between q and v may have left behind."""
-        self._input = self._k = self._v = None
-
     def bind(self) -> None:
         """Make the current weights views of one storage, unless they are already."""
         self.weight = _side_by_side([module.weight for module in self.modules])
         biases = [module.bias for module in self.modules]
         self.bias = None if biases[0] is None else _side_by_side(biases)
 
+    def let_go(self) -> None:
+        """Keep no tensor between runs: not the shared weight (the host may move the model away),
+        nor what an exception between q and v left behind."""
+        self.weight = self.bias = self._input = self._k = self._v = None
+
     def unbind(self) -> None:
-        """Give every weight that still is a view of the shared storage its own."""
-        for shared, name in ((self.weight, "weight"), (self.bias, "bias")):
-            if shared is None:
-                continue
-            address = shared.untyped_storage().data_ptr()
-            for module in self.modules:
-                parameter = getattr(module, name)
-                if parameter.untyped_storage().data_ptr() == address:
+        """Give every weight its own storage again."""
+        for name in ("weight", "bias"):
+            parameters = [getattr(module, name) for module in self.modules]
+            if parameters[0] is not None and _adjacent(parameters) is not None:
+                for parameter in parameters:
                     point_at(parameter, parameter.data.clone())
-        self.weight = self.bias = None
 
 
 def _side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -189,7 +186,7 @@ class _FusedHandle(Handle):
 
     def remove(self) -> None:
         for group in self.groups:
-            group.forget_activations()
+            group.let_go()
 
 
 # Groups outlive a run so that compiled blocks meet the same objects again; the values never

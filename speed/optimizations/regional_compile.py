@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 import types
 import weakref
@@ -96,7 +97,7 @@ def _entry_point(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(block, *args, **kwargs)
 
-    code = run_block.__code__.replace(co_name=f"speed_tier_{name.replace('.', '_')}")
+    code = run_block.__code__.replace(co_name="speed_tier_" + re.sub(r"\W", "_", name))
     function = types.FunctionType(
         code, run_block.__globals__, code.co_name, None, run_block.__closure__
     )
@@ -133,13 +134,24 @@ class BlockCall:
         started = time.perf_counter()
         run.announce(self.kind)
         try:
-            output = self.kind.compiled(self.block, *args, **kwargs)
+            output = self.kind.compiled(self.block, *map(_own_storage, args), **kwargs)
         except dynamo.compile_failures() as error:
             run.fall_back(self.kind, error)
             return self.eager(args, kwargs)
         if (graphs := dynamo.graph_count() - before) > 0:
             run.count(self.kind, graphs, time.perf_counter() - started)
         return output
+
+
+def _own_storage(value: Any) -> Any:
+    """`value`, copied if it is a tensor that starts inside a storage.
+
+    A slice (the image part of Z-Image's rotary table, 4 MB at 1024 px) costs a compile of its own
+    otherwise: the offset is guarded like a size.
+    """
+    if isinstance(value, torch.Tensor) and value.storage_offset():
+        return value.clone()
+    return value
 
 
 @dataclass
@@ -152,19 +164,21 @@ class CompiledBlocks:
 
 def build_blocks(blocks: list[RepeatedBlock], config: CompileConfig) -> CompiledBlocks:
     """Sort `blocks` into kinds. Nothing is compiled before a block is first called."""
-    kinds: dict[tuple[object, ...], Kind] = {}
-    calls = {}
+    members: dict[tuple[object, ...], list[RepeatedBlock]] = {}
     for block in blocks:
-        signature = kind_signature(block.module)
-        if signature not in kinds:
-            name = block.path.rsplit(".", 1)[0]
-            taken = sum(kind.name.split("#")[0] == name for kind in kinds.values())
-            name = f"{name}#{taken + 1}" if taken else name
-            kinds[signature] = Kind(name, type(block.module), config)
-        kind = kinds[signature]
-        kind.blocks += 1
-        calls[block.path] = BlockCall(block.module, kind)
-    return CompiledBlocks(list(kinds.values()), calls)
+        members.setdefault(kind_signature(block.module), []).append(block)
+    kinds: list[Kind] = []
+    calls = {}
+    for alike in members.values():
+        # "noise_refiner+layers": the lists that hold blocks of this kind, in call order.
+        name = "+".join(dict.fromkeys(block.path.rsplit(".", 1)[0] for block in alike))
+        if taken := sum(kind.name.split("#")[0] == name for kind in kinds):
+            name = f"{name}#{taken + 1}"
+        kind = Kind(name, type(alike[0].module), config)
+        kind.blocks = len(alike)
+        kinds.append(kind)
+        calls.update({block.path: BlockCall(block.module, kind) for block in alike})
+    return CompiledBlocks(kinds, calls)
 
 
 class _RunState:
