@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -345,3 +346,9 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def tracebacks(log: str) -> list[str]:
+    """Every traceback in a log, each with its exception line."""
+    pattern = r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n(?=[ \t]))*.*$"
+    return re.findall(pattern, log, re.MULTILINE)

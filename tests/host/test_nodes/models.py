@@ -10,6 +10,7 @@ import comfy.model_patcher
 import comfy.sd
 import comfy.supported_models as supported
 import torch
+from comfy.ldm.flux.model import FluxParams
 
 from .tracking import track
 
@@ -66,7 +67,10 @@ def make_tiny(arch: str, seed: int, layers: int, dtype: torch.dtype) -> Any:
     elif arch == "qwen":
         config = supported.QwenImage(dict(QWEN, num_layers=layers))
     else:
-        config = supported.FluxSchnell(dict(OTHER, depth_single_blocks=layers))
+        sizes = dict(OTHER, depth_single_blocks=layers)
+        if "txt_ids_dims" in FluxParams.__dataclass_fields__:  # newer hosts only
+            sizes["txt_ids_dims"] = []
+        config = supported.FluxSchnell(sizes)
     config.set_inference_dtype(dtype, None)
     model = config.get_model({}, "")
     generator = torch.Generator().manual_seed(seed)
