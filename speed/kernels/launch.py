@@ -10,8 +10,6 @@ This module imports no Triton; the kernel modules do, and are imported when firs
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import os
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from .. import env
 from ..errors import KernelConstraintError
 
 logger = logging.getLogger("speed_tier.kernels")
@@ -137,6 +136,7 @@ class _RawLaunch:
     """A compiled kernel with everything bound that does not change from launch to launch."""
 
     __slots__ = (
+        "_current_device",
         "_device",
         "_function",
         "_kernel_run",
@@ -159,10 +159,13 @@ class _RawLaunch:
 
     def run(self, packed_pointer: int, out_pointer: int, n_quant_blocks: int) -> None:
         """Launch on the device's current stream."""
-        if self._current_device() != self._device:
+        if self._current_device() == self._device:
+            self._run_here(packed_pointer, out_pointer, n_quant_blocks)
+        else:
             with torch.cuda.device(self._device):
-                self.run(packed_pointer, out_pointer, n_quant_blocks)
-            return
+                self._run_here(packed_pointer, out_pointer, n_quant_blocks)
+
+    def _run_here(self, packed_pointer: int, out_pointer: int, n_quant_blocks: int) -> None:
         tile = self._tile
         self._kernel_run(
             (n_quant_blocks + tile - 1) // tile,
@@ -220,18 +223,6 @@ def raw_launch_refusal(compiled: Any) -> str | None:
     return f"the compiled kernel has no {', '.join(missing)}" if missing else None
 
 
-@cache
-def triton_refusal() -> str | None:
-    """Why Triton cannot be imported here, or `None`. Imports Triton on the first call."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    try:
-        importlib.import_module("triton.language")
-    except (ImportError, OSError) as error:
-        return f"Triton cannot be imported ({error})"
-    return None
-
-
 def interpreting() -> bool:
     """Whether kernels are built for Triton's interpreter, which runs them on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -240,9 +231,8 @@ def interpreting() -> bool:
 @cache
 def kernel_refusal(device: torch.device) -> str | None:
     """Why kernels cannot run on this device, or `None`."""
-    refusal = triton_refusal()
-    if refusal is not None:
-        return refusal
+    if problem := env.triton_problem():
+        return problem
     if device.type == "cpu":
         return None if interpreting() else "kernels need CUDA, found a CPU tensor"
     if device.type != "cuda":

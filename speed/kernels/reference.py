@@ -1,11 +1,10 @@
 """Torch twins of the kernels: the definition of what each GGUF quant type means, on any device.
 
 A `quant_block` is GGUF's unit: `type_size` bytes that hold `block_size` weights. Every function
-here takes `(n_quant_blocks, type_size) uint8` and gives `(n_quant_blocks, block_size) float32`; the
-one
-rounding to the output dtype is done by `dequantize_reference`. Products of an fp16 scale, a
-sub-block scale and a code fit fp32's 24 bits in every type, so the only rounding before that is the
-one subtraction or addition of types with a minimum: a fused multiply-add gives the same bits.
+here takes `(n_quant_blocks, type_size) uint8` and gives `(n_quant_blocks, block_size) float32`;
+`dequantize_blocks` rounds that once to the output dtype. Products of an fp16 scale, a sub-block
+scale and a code fit fp32's 24 bits in every type, so the only rounding before that is the one
+subtraction or addition of types with a minimum: a fused multiply-add gives the same bits.
 
 No function makes a constant tensor on the device (that would synchronise, and could not be captured
 in a CUDA graph): codes are unpacked by scalar shifts and `stack`, tables come in as arguments.

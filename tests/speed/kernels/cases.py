@@ -1,4 +1,4 @@
-"""Packed weights of every GGUF type with chosen contents, and the check against the gguf package."""
+"""Packed weights of every GGUF type with chosen contents, checked against the gguf package."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BY_NAME = {row.name: row for row in QUANT_TYPES}
 # Byte offsets of the fp16 fields of a quant_block.
 HALVES = {
-    **{n: (0,) for n in ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS")},
-    **{n: (0,) for n in ("IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "F16")},
-    **{n: (0, 2) for n in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")},
+    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS"), (0,)),
+    **dict.fromkeys(("IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "F16"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
