@@ -117,7 +117,7 @@ def load_gguf(
         if naming == names.NATIVE and found.naming == names.DIFFUSERS:
             notes += _fuse(file, tensors, found.prefix)
         elif naming == names.DIFFUSERS and found.naming == names.NATIVE:
-            _split(tensors)
+            _split(file, tensors)
         tensors = {rename(name): weight for name, weight in tensors.items()}
     return LoadedGGUF(
         file, found.family, found.variant, naming, tensors, dict(counts), tuple(notes)
@@ -187,19 +187,24 @@ def _slow_note(file: GGUFFile) -> list[str]:
     ]
 
 
-def _split(tensors: dict[str, Weight]) -> None:
+def _split(file: GGUFFile, tensors: dict[str, Weight]) -> None:
     """Replace each fused qkv weight by its three thirds of rows, as views."""
     for name in [n for n in tensors if n.endswith(names.FUSED)]:
         fused = tensors.pop(name)
+        if len(fused.shape) != 2 or fused.shape[0] % 3:
+            raise GGUFFileError(
+                f"{file.path.name} has {name!a} of shape {list(fused.shape)}; "
+                "expected three equal parts of rows. Download it again."
+            )
         stem = name[: -len(names.FUSED)]
         for index, suffix in enumerate(names.SPLIT):
             tensors[stem + suffix] = _third(fused, index)
 
 
 def _third(fused: Weight, index: int) -> Weight:
-    if isinstance(fused, Tensor):
-        return fused.chunk(3)[index]
     rows, cols = fused.shape[0] // 3, fused.shape[1]
+    if isinstance(fused, Tensor):
+        return fused[index * rows : (index + 1) * rows]
     packed = fused.packed[index * rows : (index + 1) * rows]
     return QuantTensorSpec(packed, fused.qtype, (rows, cols))
 
@@ -220,6 +225,11 @@ def _fuse(file: GGUFFile, tensors: dict[str, Weight], prefix: str) -> list[str]:
                 "Download it again."
             )
         weights = [part for part in parts if part is not None]
+        if any(len(w.shape) != 2 or w.shape[1] != weights[0].shape[-1] for w in weights):
+            raise GGUFFileError(
+                f"{file.path.name} has {stem}.attention.to_q, to_k, to_v of shapes "
+                f"{[list(w.shape) for w in weights]}; expected equal rows. Download it again."
+            )
         specs = [w for w in weights if isinstance(w, QuantTensorSpec)]
         if len(specs) == 3 and len({(s.qtype, s.shape[1]) for s in specs}) == 1:
             infos = [file.tensors[prefix + stem + suffix] for suffix in names.SPLIT]

@@ -65,7 +65,7 @@ def recognise(file_name: str, shapes: Shapes, metadata: Mapping[str, Any]) -> Re
 
 def _z_image(prefix: str, names: Shapes) -> Recognised | None:
     # Tiny models made for tests have other widths; Lumina 2 (2304) has no pad tokens.
-    width = names.get("cap_embedder.1.weight", (0,))[0]
+    width = (names.get("cap_embedder.1.weight") or (0,))[0]
     if not width or "noise_refiner.0.attention_norm1.weight" not in names:
         return None
     if width != Z_IMAGE_DIM and "cap_pad_token" not in names:

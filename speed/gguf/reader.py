@@ -11,6 +11,7 @@ Source: the GGUF specification, versions 2 and 3.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 import sys
@@ -38,6 +39,8 @@ MAX_NAME_BYTES, MAX_KEY_BYTES, MAX_DIMS, MAX_ARRAY_DEPTH = 1024, 65535, 8, 4
 # Longer arrays (a tokenizer's) and strings are skipped, not kept: nothing here reads them.
 MAX_KEPT_ARRAY, MAX_KEPT_STRING = 64, 65536
 MAX_ARRAY_STRINGS = 1 << 22
+# A flag tensor has no elements; the dimensions beside its zero are checked by nothing else.
+MAX_EMPTY = 1 << 31
 
 _SCALARS = {
     GGUFValueType.UINT8: "<B",
@@ -342,15 +345,16 @@ class _Header:
                 "package does not know. Update it (pip install -U gguf), or download the file "
                 "again if it is damaged."
             ) from None
-        elements = 1
-        for length in shape:
-            elements *= length
-        if shape and shape[-1] % block_size:
+        elements = math.prod(shape)
+        if not elements and math.prod(n for n in shape if n) > MAX_EMPTY:
+            raise self._damaged(f"tensor {name!a} is empty and has the shape {list(shape)}")
+        row = shape[-1] if shape else 1
+        if row % block_size:
             raise self._damaged(
-                f"tensor {name!a} has rows of {shape[-1]} weights, expected a multiple of "
+                f"tensor {name!a} has rows of {row} weights, expected a multiple of "
                 f"{block_size} for {GGMLQuantizationType(code).name}"
             )
-        n_bytes = elements // block_size * type_size if shape else type_size
+        n_bytes = elements // block_size * type_size
         if n_bytes > self.size:
             raise self._damaged(
                 f"tensor {name!a} takes {n_bytes} bytes, found a file of {self.size}"

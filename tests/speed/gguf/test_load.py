@@ -184,6 +184,19 @@ def test_a_missing_k_is_said(tmp_path):
         load_gguf(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(("split", "naming"), [(False, "diffusers"), (True, "native")])
+def test_q_k_v_of_odd_shapes_are_refused_in_words(tmp_path, split, naming):
+    odd = {
+        "layers.0.attention.qkv.weight": (packer.DIM + 1, packer.DIM),
+        "layers.0.attention.to_k.weight": (packer.DIM, 2 * packer.DIM),
+    }
+    plan = packer.mixed(packer.z_image(split=split), "Q8_0", 2)
+    plan = [(n, odd.get(n, s), q) for n, s, q in plan]
+    packer.write(tmp_path / "m.gguf", plan)
+    with pytest.raises(GGUFFileError, match=r"expected (three equal parts of|equal) rows"):
+        load_gguf(tmp_path / "m.gguf", naming=naming)
+
+
 @pytest.mark.parametrize("variant", ["edit_2511", "layered"])
 def test_qwen_variants(tmp_path, variant):
     plan = packer.mixed(packer.qwen_image(variant=variant), "Q4_K_M", 3)

@@ -123,6 +123,10 @@ BAD = {
         header([(b"t", (1 << 40, 1 << 40), Q.F32, 0)], data=bytes(32)),
         "takes 4835703278458516698824704 bytes, found a file of 128",
     ),
+    "empty with a huge side": (
+        header([(b"t", (0, 1 << 62), Q.F32, 0)], data=bytes(32)),
+        "tensor 't' is empty and has the shape [4611686018427387904, 0]",
+    ),
     "huge offset": (
         header([(b"t", (8,), Q.F32, (1 << 63))], data=bytes(32)),
         "expected 9223372036854775904 bytes",
@@ -130,6 +134,10 @@ BAD = {
     "row length": (
         header([(b"t", (100,), Q.Q4_K, 0)], data=bytes(288)),
         "has rows of 100 weights, expected a multiple of 256 for Q4_K",
+    ),
+    "no dimensions": (
+        header([(b"t", (), Q.Q8_0, 0)], data=bytes(64)),
+        "has rows of 1 weights, expected a multiple of 32 for Q8_0",
     ),
     "crooked offset": (header([(b"t", (8,), Q.F32, 4)], data=bytes(64)), "starts at 4, expected"),
     "overlap": (
