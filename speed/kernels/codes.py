@@ -1,4 +1,4 @@
-"""Triton helpers shared by the kernels: from packed codes to floats with few integer operations.
+"""Triton functions shared by the kernels: from packed codes to floats with few integer operations.
 
 The kernels are bound by memory only while they stay under about eight integer operations a weight:
 integer and conversion instructions issue at half the rate of float ones, or slower. So a code is
