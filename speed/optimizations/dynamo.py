@@ -1,4 +1,8 @@
-"""What regional compile needs of torch's compiler: settings, counters, failures."""
+"""What regional compile needs of torch's compiler: settings, counters, failures.
+
+Dynamo is imported when something is compiled, never before: it loads Inductor and Triton, and
+costs every start of the host a second.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
-import torch
-import torch._dynamo
-import torch._dynamo.utils
-import torch.fx.experimental._config
 from torch.nn.modules import module as nn_module
 
 _REASON_LENGTH: Final = 300
@@ -24,6 +24,9 @@ def settings(recompile_limit: int) -> Iterator[None]:
     They are context-local in newer torch (a thread or a later prompt does not see what was set
     elsewhere), so they are set where the compiled code is called.
     """
+    import torch._dynamo
+    import torch.fx.experimental._config
+
     wanted = {
         "recompile_limit": recompile_limit,
         "accumulated_recompile_limit": max(256, 8 * recompile_limit),
@@ -46,12 +49,18 @@ def settings(recompile_limit: int) -> Iterator[None]:
 
 def graph_count() -> int:
     """How many graphs Dynamo has compiled in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return int(_counters()["stats"]["unique_graphs"])
 
 
 def graph_breaks() -> dict[str, int]:
     """Graph breaks by reason, as Dynamo counts them."""
-    return dict(torch._dynamo.utils.counters["graph_break"])
+    return dict(_counters()["graph_break"])
+
+
+def _counters() -> Any:
+    from torch._dynamo.utils import counters
+
+    return counters
 
 
 def new_graph_breaks(before: dict[str, int]) -> dict[str, int]:

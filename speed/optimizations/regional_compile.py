@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import torch
-import torch._dynamo
 from torch import nn
 
 from ..env import inductor_problem
@@ -134,7 +133,8 @@ class BlockCall:
         started = time.perf_counter()
         run.announce(self.kind)
         try:
-            output = self.kind.compiled(self.block, *map(_own_storage, args), **kwargs)
+            owned = {name: _own_storage(value) for name, value in kwargs.items()}
+            output = self.kind.compiled(self.block, *map(_own_storage, args), **owned)
         except dynamo.compile_failures() as error:
             run.fall_back(self.kind, error)
             return self.eager(args, kwargs)
@@ -144,14 +144,19 @@ class BlockCall:
 
 
 def _own_storage(value: Any) -> Any:
-    """`value`, copied if it is a tensor that starts inside a storage.
+    """`value`, copied if it is a tensor that starts inside a storage, no view of another tensor.
 
     A slice (the image part of Z-Image's rotary table, 4 MB at 1024 px) costs a compile of its own
-    otherwise: the offset is guarded like a size.
+    otherwise: the offset is guarded like a size. So does a view made outside inference mode (what
+    the first block gets from a Linear, in diffusers): it is traced together with its base.
     """
-    if isinstance(value, torch.Tensor) and value.storage_offset():
+    if type(value) is tuple:  # diffusers' Qwen-Image: rotary tables of image and text
+        return tuple(map(_own_storage, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.storage_offset():
         return value.clone()
-    return value
+    return value.detach() if value._is_view() and not value.requires_grad else value
 
 
 @dataclass
