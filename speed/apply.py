@@ -190,6 +190,8 @@ class Run:
         model = _model_facts(call, detected)
         wanted = planned_features(self.request.resolved.tier, dict(self.request.switches))
         engagement = Engagement({}, [], model, PatchSet(()), {})
+        # Known to `close` from here on: an interrupt may come while the next one installs.
+        self._engagements[id(call.denoiser)] = engagement
         for optimization in self.request.optimizations:
             name = optimization.name
             if name not in wanted:
@@ -270,8 +272,11 @@ class Run:
             return self.report
         self._closed = True
         for engagement in self._engagements.values():
-            for handle in reversed(engagement.handles.values()):
-                handle.remove()
+            for name, handle in reversed(engagement.handles.items()):
+                try:
+                    handle.remove()
+                except Exception:  # the flags and the other handles still have to go back
+                    log.exception("%s could not be taken out", name)
         self.restore_flags()
         self.clock.finish()
         self._fill_report(outcome, error)

@@ -79,8 +79,11 @@ def triton_problem() -> str | None:
     """Why Triton cannot be used in this interpreter, or None. Imports Triton."""
     package = "triton-windows" if sys.platform == "win32" else "triton"
     hint = f"install it into this Python: {sys.executable} -m pip install {package}"
-    if importlib.util.find_spec("triton") is None:
-        return f"Triton is not installed; {hint}"
+    try:
+        if importlib.util.find_spec("triton") is None:
+            return f"Triton is not installed; {hint}"
+    except ValueError:
+        return f"Triton is a stand-in that another package made; {hint}"
     try:
         import triton  # noqa: F401
     except IMPORT_FAILURES as error:
@@ -107,7 +110,7 @@ def inductor_problem(device: torch.device) -> str | None:
 
 def c_compiler() -> str | None:
     """The C++ compiler that Inductor and Triton would find, or None."""
-    asked = os.environ.get("CXX") or os.environ.get("CC")
+    asked = (os.environ.get("CXX") or os.environ.get("CC") or "").strip()
     if asked and shutil.which(asked.split()[0]):
         return asked
     return next(

@@ -171,17 +171,27 @@ FLAG_TABLE: Final[tuple[Flag, ...]] = (
 
 
 def safe_inductor_cache() -> dict[str, Any]:
-    """A cache folder for Inductor where the usual one breaks its compile commands, else nothing.
+    """A cache folder for Inductor where the usual one breaks its compile commands.
 
     Inductor leaves paths unquoted: a blank or an apostrophe in the folder makes every build fail
-    (torch 2.14.1, CPU).
+    (torch 2.14.1, CPU). Where none is set, Inductor sets its default at its first compile and
+    leaves it set; held as a flag, it goes with the run.
     """
-    folder = os.environ.get(_CACHE_VARIABLE) or tempfile.gettempdir()
+    asked = os.environ.get(_CACHE_VARIABLE)
+    folder = asked or _default_inductor_cache()
     if not any(character in folder for character in " '\""):
-        return {}
+        return {} if asked else {"env.TORCHINDUCTOR_CACHE_DIR": folder}
     root = "/tmp" if os.name == "posix" else os.path.join(os.environ.get("SYSTEMDRIVE", "C:"), "\\")
     owner = os.getuid() if hasattr(os, "getuid") else "user"
     return {"env.TORCHINDUCTOR_CACHE_DIR": os.path.join(root, f"speed_tier_inductor_{owner}")}
+
+
+def _default_inductor_cache() -> str:
+    try:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    except ImportError:  # a torch that keeps it elsewhere
+        return os.path.join(tempfile.gettempdir(), "torchinductor")
+    return str(default_cache_dir())
 
 
 def read_flag(flag: Flag) -> Any:
@@ -261,8 +271,10 @@ class FlagLease:
 
     def _write(self, flag: Flag, slot: _Slot, value: Any) -> None:
         if not _holds(slot.written, value):
-            flag.write(value)
-            slot.written = read_flag(flag)
+            try:
+                flag.write(value)
+            finally:  # a write that failed half-way is ours to undo as well
+                slot.written = read_flag(flag)
 
     def suspend(self) -> int:
         """Put every held flag back to its "before" value until the returned token is released.

@@ -73,7 +73,12 @@ class TierHandle:
         if self._run is None:
             self._run = self._tiered.begin(self._tiered.new_report(), call.device)
             self._run.mark_loaded()
-        return self._run.call(call, lambda options: self._calls_original(*args, **kwargs))
+        try:
+            return self._run.call(call, lambda options: self._calls_original(*args, **kwargs))
+        except BaseException as error:
+            run, self._run = self._run, None
+            run.close("failed", f"{type(error).__name__}: {error}")
+            raise
 
     def finish_run(self) -> Report | None:
         """End the run that the first forward opened: flags back, report filed."""
@@ -100,7 +105,8 @@ def _describe_call(transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         text_tokens = int(text.shape[1]) if isinstance(text, torch.Tensor) else 0
     else:  # Z-Image: a list of (C, F, H, W) and a list of (L, D)
         images, captions = given["x"], given.get("cap_feats") or []
-        hidden = images[0]
+        # Omni: lists of condition images and the target, one list a batch entry.
+        hidden = images[0][-1] if isinstance(images[0], list) else images[0]
         shape = (len(images), *hidden.shape)
         text_tokens = max((int(caption.shape[0]) for caption in captions), default=0)
     return Call(transformer, hidden.device, hidden.dtype, tuple(shape), text_tokens)

@@ -126,11 +126,11 @@ class AttentionBackend:
             return f"fused attention backends need an NVIDIA card; found {found.device_type}"
         if context.dtype not in (torch.bfloat16, torch.float16):
             return f"fused attention backends need bf16 or fp16; found {context.dtype}"
-        if context.forced:
-            return None
         times, host_ms = self._times(context)
         if not times:
             return "no fused attention backend takes this shape on this card"
+        if context.forced:
+            return None
         best = min(times, key=lambda name: times[name])
         if host_ms < times[best] * _MIN_GAIN:
             return f"the host's own choice is the fastest here ({_figures(times, host_ms)})"

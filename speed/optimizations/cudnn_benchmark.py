@@ -14,11 +14,9 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from .base import Context, Fidelity, Handle
-
-# By class name as well: the hosts have convolution classes of their own.
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class CudnnBenchmark:
     fidelity: ClassVar[Fidelity] = Fidelity.ROUNDING
 
     def check(self, context: Context) -> str | None:
-        if not any(isinstance(module, _CONVOLUTIONS) for module in context.denoiser.modules()):
+        if not any(isinstance(module, _ConvNd) for module in context.denoiser.modules()):
             effective = torch.backends.cudnn.benchmark
             return f"nothing to do: no convolutions (the host's cudnn.benchmark is {effective})"
         if context.device.type != "cuda" and not context.forced:

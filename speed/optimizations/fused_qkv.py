@@ -11,6 +11,7 @@ as a whole where it does not measure faster.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import Counter
@@ -41,17 +42,20 @@ class FusedGroup:
     """
 
     def __init__(self, projections: Projections) -> None:
-        self.path = projections.path
+        self.projections = projections
         self.modules = (projections.q, projections.k, projections.v)
         self.sizes = [int(module.weight.shape[0]) for module in self.modules]
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
+        self._holders = 0  # open runs; one may be nested in another
+        self._bound: list[torch.Tensor | None] = []
         self._input: torch.Tensor | None = None
         self._k: torch.Tensor | None = None
         self._v: torch.Tensor | None = None
 
     def forward_q(self, input: torch.Tensor) -> torch.Tensor:
-        assert self.weight is not None
+        if self.weight is None:
+            return self._plain(0, input)
         fused = F.linear(input, self.weight, self.bias)
         q, k, v = fused.split(self.sizes, dim=-1)
         self._input, self._k, self._v = input, k, v
@@ -61,13 +65,18 @@ class FusedGroup:
         if input is self._input and self._k is not None:
             k, self._k = self._k, None
             return k
-        return F.linear(input, self.modules[1].weight, self.modules[1].bias)
+        return self._plain(1, input)
 
     def forward_v(self, input: torch.Tensor) -> torch.Tensor:
         if input is self._input and self._v is not None:
             v, self._v, self._input = self._v, None, None
             return v
-        return F.linear(input, self.modules[2].weight, self.modules[2].bias)
+        return self._plain(2, input)
+
+    def _plain(self, index: int, input: torch.Tensor) -> torch.Tensor:
+        module = self.modules[index]
+        output: torch.Tensor = type(module).forward(module, input)
+        return output
 
     def patches(self) -> list[Patch]:
         forwards = (self.forward_q, self.forward_k, self.forward_v)
@@ -78,11 +87,37 @@ class FusedGroup:
         self.weight = _side_by_side([module.weight for module in self.modules])
         biases = [module.bias for module in self.modules]
         self.bias = None if biases[0] is None else _side_by_side(biases)
+        self._bound = self._parameters()
+
+    def _parameters(self) -> list[torch.Tensor | None]:
+        return [p for module in self.modules for p in (module.weight, module.bias)]
+
+    def hold(self) -> None:
+        """A run uses the group, until it lets go."""
+        self.bind()
+        self._holders += 1
+
+    def refresh(self) -> None:
+        """Follow a host that swapped a weight for another one since the last call."""
+        now = self._parameters()
+        if self.weight is None or all(a is b for a, b in zip(now, self._bound, strict=True)):
+            return
+        if group_problem(self.projections, self.weight.device):
+            self._drop()
+        else:
+            self.bind()
 
     def let_go(self) -> None:
         """Keep no tensor between runs: not the shared weight (the host may move the model away),
         nor what an exception between q and v left behind."""
+        self._holders -= 1
+        if self._holders <= 0:
+            self._holders = 0
+            self._drop()
+
+    def _drop(self) -> None:
         self.weight = self.bias = self._input = self._k = self._v = None
+        self._bound = []
 
     def unbind(self) -> None:
         """Give every weight its own storage again."""
@@ -184,9 +219,14 @@ def _measure(
 class _FusedHandle(Handle):
     groups: list[FusedGroup] = field(default_factory=list)
 
-    def remove(self) -> None:
+    def scope(self) -> contextlib.AbstractContextManager[object]:
         for group in self.groups:
-            group.let_go()
+            group.refresh()
+        return contextlib.nullcontext()
+
+    def remove(self) -> None:
+        while self.groups:
+            self.groups.pop().let_go()
 
 
 # Groups outlive a run so that compiled blocks meet the same objects again; the values never
@@ -219,16 +259,21 @@ class FusedQkv:
         candidates = context.family.projections(context.denoiser)
         streams = None if context.forced else self._winners(context)
         chosen: list[FusedGroup] = []
-        for projections in candidates:
-            if streams is not None and _is_text(projections) not in streams:
-                continue
-            if group_problem(projections, context.device) is not None:
-                continue
-            group = kept.get(projections.path)
-            if group is None or group.modules != (projections.q, projections.k, projections.v):
-                group = kept[projections.path] = FusedGroup(projections)
-            group.bind()
-            chosen.append(group)
+        try:
+            for projections in candidates:
+                if streams is not None and _is_text(projections) not in streams:
+                    continue
+                if group_problem(projections, context.device) is not None:
+                    continue
+                group = kept.get(projections.path)
+                if group is None or group.modules != (projections.q, projections.k, projections.v):
+                    group = kept[projections.path] = FusedGroup(projections)
+                group.hold()
+                chosen.append(group)
+        except BaseException:  # out of memory for one more shared weight
+            for group in chosen:
+                group.let_go()
+            raise
         patches = [patch for group in chosen for patch in group.patches()]
         note = f"{len(chosen)} of {len(candidates)} groups, no extra bytes"
         if not context.forced:

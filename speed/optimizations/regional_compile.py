@@ -110,7 +110,7 @@ class BlockCall:
     def __init__(self, block: nn.Module, kind: Kind) -> None:
         self.block = block
         self.kind = kind
-        self.run: _RunState | None = None
+        self.runs: list[_RunState] = []  # open runs; one may be nested in another
         # The dicts themselves: hooks added later show up in them.
         children = [child for child in block.modules() if child is not block]
         self._hooks = [c._forward_hooks for c in children] + [
@@ -125,7 +125,7 @@ class BlockCall:
         return type(self.block).forward(self.block, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.run
+        run = self.runs[-1] if self.runs else None
         if run is None or not run.may_compile(self):
             return self.eager(args, kwargs)
         run.check_interrupt()
@@ -136,8 +136,9 @@ class BlockCall:
             owned = {name: _own_storage(value) for name, value in kwargs.items()}
             output = self.kind.compiled(self.block, *map(_own_storage, args), **owned)
         except dynamo.compile_failures() as error:
+            output = self.eager(args, kwargs)  # raises where the block itself is at fault
             run.fall_back(self.kind, error)
-            return self.eager(args, kwargs)
+            return output
         if (graphs := dynamo.graph_count() - before) > 0:
             run.count(self.kind, graphs, time.perf_counter() - started)
         return output
@@ -246,8 +247,13 @@ class _CompileHandle(Handle):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        with dynamo.settings(self.config.recompile_limit):
-            yield
+        try:
+            with dynamo.settings(self.config.recompile_limit):
+                yield
+        finally:
+            self._note_what_ran_eager()
+
+    def _note_what_ran_eager(self) -> None:
         assert self.run is not None
         if self.run.eager_kinds and not self.fell_back:
             every = len(self.run.eager_kinds) == len(self.blocks.kinds)
@@ -269,7 +275,8 @@ class _CompileHandle(Handle):
 
     def remove(self) -> None:
         for call in self.blocks.calls.values():
-            call.run = None
+            if self.run in call.runs:
+                call.runs.remove(self.run)
         if self.grad_off is not None:
             self.grad_off.remove()
 
@@ -304,7 +311,7 @@ class RegionalCompile:
             if is_replaced(call.block, "forward"):
                 foreign += 1
                 continue
-            call.run = run
+            call.runs.append(run)
             patches.append(Patch(call.block, "forward", call))
         kinds = ", ".join(f"{kind.name} x{kind.blocks}" for kind in blocks.kinds)
         note = f"{len(blocks.kinds)} kinds: {kinds}"
@@ -328,7 +335,7 @@ class RegionalCompile:
         kept = _kept.setdefault(context.denoiser, {})
         found = context.family.repeated_blocks(context.denoiser)
         blocks = kept.get(self.config)
-        # A host that rebuilt or swapped a block, or changed its dtype, gets fresh kinds.
+        # A host that rebuilt or swapped a block gets fresh kinds.
         if blocks is None or not _still_fits(blocks, found):
             blocks = kept[self.config] = build_blocks(found, self.config)
         return blocks
