@@ -14,12 +14,13 @@ it was found.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -109,6 +110,37 @@ def _cudnn_group() -> tuple[Any, Mapping[str, Any]]:
     return cudnn, parts
 
 
+@dataclass(frozen=True)
+class MatmulPrecision:
+    """`torch.get_float32_matmul_precision()`, and the newer settings that setting it overwrites."""
+
+    setting: str
+    fp32_precision: tuple[tuple[str, str], ...] = ()
+
+
+def _matmul_precision_owners() -> dict[str, Any]:
+    owners = {
+        "cuda": torch.backends.cuda.matmul,
+        "mkldnn": getattr(torch.backends.mkldnn, "matmul", None),
+    }
+    return {name: owner for name, owner in owners.items() if hasattr(owner, "fp32_precision")}
+
+
+def _read_matmul_precision() -> MatmulPrecision:
+    found = [(name, str(o.fp32_precision)) for name, o in _matmul_precision_owners().items()]
+    return MatmulPrecision(torch.get_float32_matmul_precision(), tuple(found))
+
+
+def _write_matmul_precision(value: MatmulPrecision | str) -> None:
+    if isinstance(value, str):
+        torch.set_float32_matmul_precision(value)
+        return
+    torch.set_float32_matmul_precision(value.setting)
+    for name, setting in value.fp32_precision:
+        if str(_matmul_precision_owners()[name].fp32_precision) != setting:
+            _matmul_precision_owners()[name].fp32_precision = setting
+
+
 def _attribute_flag(name: str, owner: Callable[[], Any], attribute: str) -> Flag:
     return Flag(
         name,
@@ -139,11 +171,7 @@ def _sdp_flag(name: str) -> Flag:
 FLAG_TABLE: Final[tuple[Flag, ...]] = (
     _precision_flag("matmul.tf32", _matmul_group),
     _precision_flag("cudnn.tf32", _cudnn_group),
-    Flag(
-        "float32_matmul_precision",
-        read=torch.get_float32_matmul_precision,
-        write=torch.set_float32_matmul_precision,
-    ),
+    Flag("float32_matmul_precision", _read_matmul_precision, _write_matmul_precision),
     _attribute_flag("cudnn.benchmark", lambda: torch.backends.cudnn, "benchmark"),
     _attribute_flag(
         "matmul.fp16_reduced_precision",
@@ -187,11 +215,22 @@ def safe_inductor_cache() -> dict[str, Any]:
 
 
 def _default_inductor_cache() -> str:
+    with cache_variable_kept():
+        try:
+            from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+        except ImportError:  # a torch that keeps it elsewhere
+            return os.path.join(tempfile.gettempdir(), "torchinductor")
+        return str(default_cache_dir())
+
+
+@contextlib.contextmanager
+def cache_variable_kept() -> Iterator[None]:
+    """For an import of torch's compiler, which sets the variable where it is not set."""
+    before = os.environ.get(_CACHE_VARIABLE)
     try:
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-    except ImportError:  # a torch that keeps it elsewhere
-        return os.path.join(tempfile.gettempdir(), "torchinductor")
-    return str(default_cache_dir())
+        yield
+    finally:
+        _write_environment(_CACHE_VARIABLE, before)
 
 
 def read_flag(flag: Flag) -> Any:
@@ -210,12 +249,14 @@ def snapshot(table: tuple[Flag, ...] = FLAG_TABLE) -> dict[str, Any]:
 
 def describe(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` as JSON-able data."""
-    plain = {}
+    plain: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Precision):
             parts = dict(value.fp32_precision)
             legacy = UNREADABLE if value.allow_tf32 is None else value.allow_tf32
             plain[name] = {"allow_tf32": legacy, **parts}
+        elif isinstance(value, MatmulPrecision):
+            plain[name] = value.setting
         else:
             plain[name] = value
     return plain
@@ -332,6 +373,8 @@ def _holds(found: Any, wanted: Any) -> bool:
     """Whether a flag that reads `found` already is what was asked for."""
     if isinstance(found, Precision) and wanted is TF32:
         return found.is_tf32
+    if isinstance(found, MatmulPrecision) and isinstance(wanted, str):
+        return found.setting == wanted
     return bool(found == wanted)
 
 

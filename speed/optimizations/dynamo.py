@@ -14,7 +14,15 @@ from typing import Any, Final
 
 from torch.nn.modules import module as nn_module
 
+from ..flags import cache_variable_kept
+
 _REASON_LENGTH: Final = 300
+
+
+def load() -> None:
+    """Import Dynamo and leave the environment as it was."""
+    with cache_variable_kept():
+        import torch._dynamo  # noqa: F401
 
 
 @contextlib.contextmanager

@@ -303,6 +303,7 @@ class RegionalCompile:
         return None
 
     def install(self, context: Context) -> Handle:
+        dynamo.load()
         blocks = self._blocks(context)
         run = _RunState(context, blocks)
         patches = []
