@@ -118,7 +118,8 @@ def is_replaced(target: Any, attribute: str) -> bool:
 
 def _is_own_method(target: Any, attribute: str, value: Any) -> bool:
     # A host that restored an object patch leaves the class's own method, bound, in the instance.
-    return getattr(value, "__func__", None) is getattr(type(target), attribute, _MISSING)
+    method = getattr(type(target), attribute, _MISSING)
+    return getattr(value, "__func__", None) is method and value.__self__ is target
 
 
 def signature_drift(function: Callable[..., Any], parameters: Sequence[str]) -> str | None:
