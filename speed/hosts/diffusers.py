@@ -105,8 +105,14 @@ def _describe_call(transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         text_tokens = int(text.shape[1]) if isinstance(text, torch.Tensor) else 0
     else:  # Z-Image: a list of (C, F, H, W) and a list of (L, D)
         images, captions = given["x"], given.get("cap_feats") or []
-        # Omni: lists of condition images and the target, one list a batch entry.
+        # Omni: one list a batch entry, of condition images and then the target.
         hidden = images[0][-1] if isinstance(images[0], list) else images[0]
         shape = (len(images), *hidden.shape)
-        text_tokens = max((int(caption.shape[0]) for caption in captions), default=0)
+        lengths = [
+            sum(
+                int(part.shape[0]) for part in (caption if isinstance(caption, list) else [caption])
+            )
+            for caption in captions
+        ]
+        text_tokens = max(lengths, default=0)
     return Call(transformer, hidden.device, hidden.dtype, tuple(shape), text_tokens)
