@@ -84,9 +84,10 @@ class FusedGroup:
 
     def bind(self) -> None:
         """Make the current weights views of one storage, unless they are already."""
-        self.weight = _side_by_side([module.weight for module in self.modules])
+        weight = _side_by_side([module.weight for module in self.modules])
         biases = [module.bias for module in self.modules]
-        self.bias = None if biases[0] is None else _side_by_side(biases)
+        bias = None if biases[0] is None else _side_by_side(biases)
+        self.weight, self.bias = weight, bias
         self._bound = self._parameters()
 
     def _parameters(self) -> list[torch.Tensor | None]:
