@@ -20,6 +20,7 @@ import re
 import time
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -38,6 +39,9 @@ from .base import Context, Fidelity, Handle
 log = logging.getLogger("speed_tier.regional_compile")
 
 
+_MODES: Final = (None, "default", "max-autotune-no-cudagraphs")
+
+
 @dataclass(frozen=True)
 class CompileConfig:
     """How blocks are compiled.
@@ -48,14 +52,21 @@ class CompileConfig:
         recompile_limit: Variants per kind before a kind runs eager. The stated bound is 4 per
             kind; the rest is room for partial loads and mixed LoRA targets.
         emulate_precision_casts: Round between fused operations as eager does.
+        mode: torch.compile mode; not together with emulate_precision_casts.
     """
 
     backend: str = "inductor"
     dynamic: bool | None = True
     recompile_limit: int = 32
     emulate_precision_casts: bool = False
+    mode: str | None = None
 
     def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise ValueError(
+                f"mode needs one of {', '.join(map(str, _MODES))}; found {self.mode!r}. Modes with "
+                "CUDA graphs overwrite a block's output between blocks"
+            )
         if self.recompile_limit < 1:
             raise ValueError(
                 f"recompile_limit needs to be at least 1; found {self.recompile_limit}"
@@ -86,7 +97,11 @@ class Kind:
         self.broken = ""  # this kind cannot be compiled in this process: the reason
         entry = _entry_point(name, block_class.forward)
         self.compiled = torch.compile(
-            entry, backend=config.backend, dynamic=config.dynamic, options=config.options()
+            entry,
+            backend=config.backend,
+            dynamic=config.dynamic,
+            mode=config.mode,
+            options=config.options(),
         )
 
 
@@ -116,10 +131,17 @@ class BlockCall:
         self._hooks = [c._forward_hooks for c in children] + [
             c._forward_pre_hooks for c in children
         ]
+        self._patchable: list[Any] = [c for c in children if hasattr(c, "weight_function")]
 
-    def has_hooks(self) -> bool:
-        """Whether a part of the block has a forward hook, which compiled code would not see."""
-        return any(self._hooks)
+    def why_eager(self) -> str:
+        """Why compiled code would be wrong or not shared for this block at this call, or ""."""
+        if any(self._hooks) or dynamo.has_global_hooks():
+            return "a part has a forward hook"  # which compiled code does not see
+        # The host's way of applying LoRA to a weight that is not loaded. It looks itself up by
+        # the weight's name, so that every block would get a graph of its own (20 of 20, 2.14.1).
+        if any(hasattr(f, "key") for child in self._patchable for f in child.weight_function or ()):
+            return "LoRA is applied to offloaded weights at every call"
+        return ""
 
     def eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return type(self.block).forward(self.block, *args, **kwargs)
@@ -139,6 +161,7 @@ class BlockCall:
             output = self.eager(args, kwargs)  # raises where the block itself is at fault
             run.fall_back(self.kind, error)
             return output
+        run.compiled_calls += 1
         if (graphs := dynamo.graph_count() - before) > 0:
             run.count(self.kind, graphs, time.perf_counter() - started)
         return output
@@ -156,7 +179,7 @@ def _own_storage(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.storage_offset():
-        return value.clone()
+        return value.clone(memory_format=torch.contiguous_format)
     return value.detach() if value._is_view() and not value.requires_grad else value
 
 
@@ -195,7 +218,8 @@ class _RunState:
         self.graphs = 0
         self.recompiles = 0
         self.eager_kinds: dict[str, str] = {}
-        self.hooked_blocks = 0
+        self.eager_calls: Counter[str] = Counter()
+        self.compiled_calls = 0
         self._kinds = blocks.kinds
         self._announce = context.compiling
         self._interrupt = context.host.check_interrupt
@@ -206,8 +230,8 @@ class _RunState:
             return False
         if call.kind.name in self.eager_kinds:
             return False
-        if call.has_hooks() or dynamo.has_global_hooks():
-            self.hooked_blocks += 1
+        if reason := call.why_eager():
+            self.eager_calls[reason] += 1
             return False
         return True
 
@@ -255,13 +279,15 @@ class _CompileHandle(Handle):
 
     def _note_what_ran_eager(self) -> None:
         assert self.run is not None
-        if self.run.eager_kinds and not self.fell_back:
+        if self.run.eager_kinds:
             every = len(self.run.eager_kinds) == len(self.blocks.kinds)
             text = "; ".join(f"{name}: {why}" for name, why in self.run.eager_kinds.items())
             self.fell_back = text if every else ""
             self.note = f"runs eager in part ({text})"
-        elif self.run.hooked_blocks:
-            self.note = f"{self.run.hooked_blocks} block calls ran eager: a part has a forward hook"
+        elif self.run.eager_calls:
+            parts = [f"{n} block calls ran eager: {why}" for why, n in self.run.eager_calls.items()]
+            self.note = "; ".join(parts)
+            self.fell_back = "" if self.run.compiled_calls else self.note
 
     def compile_facts(self) -> CompileFacts:
         assert self.run is not None
@@ -298,6 +324,9 @@ class RegionalCompile:
             return f"{context.host.compiled_by} compiles this model already"
         if context.host.dynamic_vram:
             return "dynamic VRAM loads weights inside the code that would be compiled"
+        blocks = context.family.repeated_blocks(context.denoiser)
+        if all(is_replaced(block.module, "forward") for block in blocks):
+            return "another pack has replaced the forward of every block"
         if self.config.backend == "inductor" and (problem := inductor_problem(context.device)):
             return problem
         return None
