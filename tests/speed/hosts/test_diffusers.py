@@ -184,10 +184,17 @@ def test_the_model_is_as_it_was(session):
 
 @pytest.mark.filterwarnings("ignore:.*complex operators")
 @pytest.mark.parametrize("name", CASES)
-def test_inductor_compiles_complex_rope_and_matches(name):
-    """diffusers' RoPE is complex; Inductor runs those operations eager inside its one graph."""
-    make, inputs, _, kinds = CASES[name]
+def test_inductor_compiles_complex_rope_and_matches(name, monkeypatch, tmp_path):
+    """diffusers' RoPE is complex; Inductor runs those operations eager inside its one graph.
+
+    The cache folder has a blank and an apostrophe, where every build fails: it is replaced.
+    """
+    make, inputs, outside, kinds = CASES[name]
+    bad_folder = str(tmp_path / "o'brien and co")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", bad_folder)
+    during = []
     model = make(layers=1)
+    model.get_submodule(outside).register_forward_hook(lambda *_: during.append(full_state()))
     off = output(model, inputs())
     exact = output(copy.deepcopy(model).double(), inputs(dtype=torch.float64))
     handle = apply_tier(model, "max", FORCED, optimizations("inductor"))
@@ -197,6 +204,8 @@ def test_inductor_compiles_complex_rope_and_matches(name):
     assert report.engaged() == ENGAGED
     assert report.compile.graphs == kinds
     assert report.compile.graph_breaks == {}
+    folders = [state["env"]["TORCHINDUCTOR_CACHE_DIR"] for state in during]
+    assert folders[0] == bad_folder != folders[1]
     bound = 1.1 * tiny.relative_error(off, exact) + 1e-7
     assert tiny.relative_error(got, exact) <= bound
     assert not torch.equal(got, off), "nothing was compiled"
