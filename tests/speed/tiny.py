@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers import QwenImageTransformer2DModel, ZImageTransformer2DModel
 from speed_tier.speed.env import capabilities
 from speed_tier.speed.families.base import (
     AttentionShape,
@@ -27,8 +28,6 @@ WIDTH = 32
 
 
 def z_image(layers: int = 2, refiners: int = 1, seed: int = 0, **more: Any) -> nn.Module:
-    from diffusers import ZImageTransformer2DModel
-
     torch.manual_seed(seed)
     model = ZImageTransformer2DModel(
         in_channels=4,
@@ -46,8 +45,6 @@ def z_image(layers: int = 2, refiners: int = 1, seed: int = 0, **more: Any) -> n
 
 
 def qwen_image(layers: int = 2, seed: int = 0) -> nn.Module:
-    from diffusers import QwenImageTransformer2DModel
-
     torch.manual_seed(seed)
     model = QwenImageTransformer2DModel(
         in_channels=16,

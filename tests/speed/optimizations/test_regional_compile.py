@@ -558,6 +558,9 @@ def test_dynamo_is_set_inside_a_call_and_put_back():
 def test_a_config_is_validated_and_typed():
     with pytest.raises(ValueError, match="recompile_limit needs to be at least 1; found 0"):
         CompileConfig(recompile_limit=0)
+    for mode in ("reduce-overhead", "max-autotune"):  # CUDA graphs overwrite a block's output
+        with pytest.raises(ValueError, match="mode needs one of .* found '" + mode):
+            CompileConfig(mode=mode)
     assert CompileConfig().options() is None
     assert CompileConfig(emulate_precision_casts=True).options() == {
         "emulate_precision_casts": True

@@ -1,0 +1,479 @@
+"""The main path: plan, install in order, wrap every call, undo in reverse, report."""
+
+import contextlib
+import json
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from speed_tier.speed import REPORTS, Call, Switch, TieredModel, TierRequest, resolve_tier
+from speed_tier.speed.flags import FLAGS, TF32
+from speed_tier.speed.optimizations.base import Fidelity, Handle
+from speed_tier.speed.patching import Patch, active_patches
+from speed_tier.speed.report import CompiledKind, CompileFacts, State
+from speed_tier.tests.speed import tiny
+from speed_tier.tests.speed.process import full_state
+from torch import nn
+
+
+@dataclass
+class FakeHandle(Handle):
+    name: str = ""
+    log: list = field(default_factory=list)
+    fails_on_remove: bool = False
+    facts: CompileFacts | None = None
+
+    @contextlib.contextmanager
+    def scope(self):
+        self.log.append(f"enter {self.name}")
+        try:
+            yield
+        finally:
+            self.log.append(f"leave {self.name}")
+
+    def compile_facts(self):
+        return self.facts
+
+    def remove(self):
+        self.log.append(f"remove {self.name}")
+        if self.fails_on_remove:
+            raise RuntimeError("cannot be taken out")
+
+
+@dataclass(frozen=True, eq=False)
+class Fake:
+    """An optimization that does what it is told and writes down when."""
+
+    name: str
+    log: list
+    reason: str | None = None
+    check_raises: BaseException | None = None
+    install_raises: BaseException | None = None
+    handle: dict = field(default_factory=dict)
+    fidelity = Fidelity.ROUNDING
+
+    def check(self, context):
+        self.log.append(f"check {self.name}")
+        if self.check_raises:
+            raise self.check_raises
+        return self.reason
+
+    def install(self, context):
+        self.log.append(f"install {self.name}")
+        if self.install_raises:
+            raise self.install_raises
+        return FakeHandle(name=self.name, log=self.log, **self.handle)
+
+    def release(self, denoiser):
+        self.log.append(f"release {self.name}")
+
+
+class Session:
+    """One run of a tiered model on a tiny denoiser, with everything that was told to the page."""
+
+    def __init__(self, *optimizations, tier="max", switches=None, model=None):
+        on = {row.name: Switch.ON for row in optimizations} if tier == "max" else {}
+        request = TierRequest(
+            resolve_tier(tier, is_gguf=False), {**on, **(switches or {})}, optimizations
+        )
+        self.model = tiny.qwen_image(layers=1) if model is None else model
+        self.tiered = TieredModel(request)
+        self.events = []
+        self.run = self.tiered.begin(
+            self.tiered.new_report(), tiny.CPU, lambda kind, data: self.events.append((kind, data))
+        )
+
+    def call(self, invoke=lambda options: options, model=None):
+        shape = (1, 16, 1, 8, 8)
+        denoiser = self.model if model is None else model
+        return self.run.call(Call(denoiser, tiny.CPU, torch.float32, shape, 5), invoke)
+
+    def finish(self, outcome="done", error=""):
+        return self.run.close(outcome, error)
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(monkeypatch):
+    monkeypatch.delenv("SPEED_TIER_DISABLE", raising=False)
+    before = full_state()
+    yield
+    assert full_state() == before
+    assert active_patches() == 0
+    assert FLAGS.held == ()
+
+
+def test_installed_in_table_order_and_undone_in_reverse():
+    log = []
+    session = Session(*(Fake(name, log) for name in "abc"))
+    session.call(lambda options: log.append("call"))
+    session.call(lambda options: log.append("call"))
+    report = session.finish()
+    once = ["enter a", "enter b", "enter c", "call", "leave c", "leave b", "leave a"]
+    assert log == [
+        *("check a", "install a", "check b", "install b", "check c", "install c"),
+        *once,
+        *once,
+        *("remove c", "remove b", "remove a"),
+    ]
+    assert report.engaged() == ["a", "b", "c"]
+    assert report.evaluations == 2
+
+
+def test_nothing_is_touched_before_the_first_call():
+    """The host merges LoRA while it loads; a merge under TF32 would stay in the weights."""
+    log, before = [], full_state()
+    session = Session(Fake("a", log, handle={"flags": {"matmul.tf32": TF32}}))
+    session.run.mark_loaded()
+    assert (log, full_state()) == ([], before)
+    session.call()
+    assert full_state() != before
+    session.finish()
+
+
+def test_patches_flags_and_options_of_every_handle_are_in_place_during_a_call():
+    log, seen = [], {}
+    model = tiny.qwen_image(layers=1)
+    handle = {"patches": [Patch(model.img_in, "forward", lambda x: x)], "options": {"a": 1}}
+    session = Session(
+        Fake("a", log, handle=handle),
+        Fake("b", log, handle={"flags": {"matmul.tf32": TF32}, "options": {"b": 2}}),
+        model=model,
+    )
+    before = full_state()
+
+    def invoke(options):
+        seen.update(options=dict(options), patched="forward" in vars(model.img_in))
+        seen["flags"] = full_state()
+
+    session.call(invoke)
+    assert seen["options"] == {"a": 1, "b": 2}
+    assert seen["patched"]
+    assert seen["flags"]["matmul.allow_tf32"] is True is not before["matmul.allow_tf32"]
+    assert "forward" not in vars(model.img_in), "between calls the module is its own"
+    assert full_state()["matmul.allow_tf32"] is True, "between steps flags stay"
+    report = session.finish()
+    assert full_state() == before
+    assert report.flags["before"] == report.flags["after"] != report.flags["during"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"reason": "needs a card; found cpu"}, "needs a card; found cpu"),
+        (
+            {"check_raises": KeyError("x")},
+            "could not engage: KeyError: 'x'",
+        ),
+        (
+            {"install_raises": torch.OutOfMemoryError("no room")},
+            "could not engage: OutOfMemoryError: no room",
+        ),
+        (
+            {"handle": {"flags": {"cudnn.benchmark": True, "no such flag": 1}}},
+            "could not engage: KeyError: 'no such flag'",
+        ),
+    ],
+    ids=["declined", "check raises", "install raises", "flags refused"],
+)
+def test_one_that_cannot_engage_is_skipped_with_its_reason_and_leaves_nothing(fault, reason):
+    log, before = [], full_state()
+    session = Session(Fake("a", log), Fake("bad", log, **fault), Fake("c", log))
+    during = session.call(lambda options: full_state())
+    assert during == before
+    if "handle" in fault:
+        assert "remove bad" in log
+    report = session.finish()
+    assert report.engaged() == ["a", "c"]
+    assert (report.feature("bad").state, report.feature("bad").reason) == (State.SKIPPED, reason)
+    assert "enter bad" not in log
+    assert report.outcome == "done"
+
+
+@pytest.mark.parametrize("base", [Exception, BaseException])
+def test_an_interrupt_while_installing_comes_out_and_what_was_in_is_undone(base):
+    interrupt = type("InterruptProcessingException", (base,), {})()
+    log, before = [], full_state()
+    first = Fake("a", log, handle={"flags": {"matmul.tf32": TF32}})
+    session = Session(first, Fake("b", log, install_raises=interrupt))
+    with pytest.raises(type(interrupt)):
+        session.call(lambda options: log.append("call"))
+    assert "call" not in log
+    session.finish("interrupted")
+    assert "remove a" in log
+    assert full_state() == before
+
+
+def test_switched_off_by_the_environment_and_by_hand(monkeypatch):
+    monkeypatch.setenv("SPEED_TIER_DISABLE", "b")
+    log = []
+    session = Session(*(Fake(name, log) for name in "abc"), switches={"c": Switch.OFF})
+    session.call()
+    report = session.finish()
+    assert report.engaged() == ["a"]
+    assert report.feature("b").reason == "switched off by SPEED_TIER_DISABLE"
+    assert report.feature("c").reason == "switched off in Speed Tier (Advanced)"
+    assert not {"check b", "check c"} & set(log)
+
+
+def test_what_the_tier_does_not_plan_is_not_in_the_report():
+    log = []
+    session = Session(Fake("tf32", log), Fake("cudnn_benchmark", log), tier="default")
+    session.call()
+    assert [f.name for f in session.finish().features] == ["cudnn_benchmark"]
+
+
+def test_off_opens_nothing():
+    log, before = [], full_state()
+    session = Session(Fake("tf32", log), Fake("regional_compile", log), tier="off")
+    assert session.run.request.is_off
+    seen = session.call(lambda options: (dict(options), full_state(), active_patches()))
+    assert seen == ({}, before, 0)
+    report = session.finish()
+    assert log == []
+    assert (report.features, report.tier, report.outcome) == ([], "off", "done")
+
+
+def test_off_with_one_feature_switched_on_is_not_off():
+    log = []
+    session = Session(Fake("a", log), Fake("tf32", log), tier="off", switches={"a": Switch.ON})
+    assert not session.run.request.is_off
+    session.call()
+    assert session.finish().engaged() == ["a"]
+
+
+def test_off_inside_a_tiered_run_sees_the_process_as_it_was_found():
+    log, before = [], full_state()
+    outer = Session(Fake("a", log, handle={"flags": {"matmul.tf32": TF32}}))
+    outer.call()
+    changed = full_state()
+    assert changed != before
+    inner = Session(tier="off")
+    assert inner.call(lambda options: full_state()) == before
+    inner.finish()
+    assert full_state() == changed
+    outer.finish()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_tiered_runs_may_end_in_either_order(first):
+    before = full_state()
+    sessions = [Session(Fake("a", [], handle={"flags": {"matmul.tf32": TF32}})) for _ in "ab"]
+    for session in sessions:
+        session.call()
+    sessions[first].finish()
+    assert full_state()["matmul.allow_tf32"] is True
+    sessions[1 - first].finish()
+    assert full_state() == before
+
+
+def test_close_is_idempotent_and_files_one_report():
+    log = []
+    session = Session(Fake("a", log))
+    session.call()
+    report = session.finish()
+    filed = len([r for r in REPORTS.runs() if r.run_id == report.run_id])
+    assert session.finish("failed", "again") is report
+    assert (report.outcome, report.error) == ("done", "")
+    assert log.count("remove a") == 1
+    assert filed == len([r for r in REPORTS.runs() if r.run_id == report.run_id]) == 1
+
+
+def test_a_run_that_never_called_the_denoiser_closes():
+    report = Session(Fake("a", [])).finish("interrupted")
+    assert (report.outcome, report.evaluations, report.features) == ("interrupted", 0, [])
+
+
+def test_a_handle_that_cannot_be_taken_out_keeps_neither_flags_nor_the_others(caplog):
+    log, before = [], full_state()
+    session = Session(
+        Fake("a", log, handle={"flags": {"matmul.tf32": TF32}}),
+        Fake("b", log, handle={"fails_on_remove": True}),
+    )
+    session.call()
+    session.finish()
+    assert log[-2:] == ["remove b", "remove a"]
+    assert full_state() == before
+    assert "b could not be taken out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("in a block"), torch.OutOfMemoryError("pretended"), KeyboardInterrupt()]
+)
+def test_a_call_that_fails_comes_out_unchanged_and_restores_all(error):
+    log, before = [], full_state()
+    model = tiny.qwen_image(layers=1)
+    patches = [Patch(model.img_in, "forward", lambda x: x)]
+    session = Session(
+        Fake("a", log, handle={"flags": {"matmul.tf32": TF32}, "patches": patches}), model=model
+    )
+
+    def invoke(options):
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        session.call(invoke)
+    assert raised.value is error
+    assert log[-1] == "leave a"
+    assert "forward" not in vars(model.img_in)
+    report = session.finish("failed", str(error))
+    assert (report.outcome, report.error) == ("failed", str(error))
+    assert report.engaged() == ["a"]
+    assert full_state() == before
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(nn.Linear(1, 1), "Linear"), (nn.Module(), "Module")],
+    ids=["linear", "empty"],
+)
+def test_another_family_passes_through_with_the_sentence(model, name):
+    log, before = [], full_state()
+    sentence = f"not a Z-Image or Qwen-Image transformer; found {name}"
+    session = Session(Fake("a", log), Fake("b", log), model=model)
+    assert session.call(lambda options: (dict(options), full_state())) == ({}, before)
+    report = session.finish()
+    assert report.model.note == sentence
+    assert {(f.name, f.state, f.reason) for f in report.features} == {
+        ("a", State.SKIPPED, sentence),
+        ("b", State.SKIPPED, sentence),
+    }
+    assert log == []
+    assert sentence in report.to_text()
+
+
+def test_each_denoiser_of_a_run_engages_once():
+    """Some hosts run the clone of a model on another module in the same run."""
+    log = []
+    session = Session(Fake("a", log))
+    other = tiny.z_image(layers=1)
+    for model in (None, other, None, other):
+        session.call(model=model)
+    assert log.count("install a") == 2
+    session.finish()
+    assert log.count("remove a") == 2
+
+
+def test_calls_from_two_threads_engage_once():
+    log, start = [], threading.Barrier(4)
+    session = Session(Fake("a", log))
+
+    def work():
+        start.wait()
+        session.call()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    session.finish()
+    assert (log.count("install a"), log.count("enter a")) == (1, 4)
+
+
+def test_the_report_of_a_run():
+    log = []
+    kinds = [CompiledKind("layers", 30, 2, 1.5)]
+    facts = CompileFacts(kinds, graphs=2, recompiles=1, graph_breaks={"why": 1}, seconds=1.5)
+    session = Session(
+        Fake("a", log, handle={"note": "figures"}),
+        Fake("b", log, handle={"fell_back": "compile failed: x", "facts": facts}),
+    )
+    session.run.mark_loaded()
+    for step in (1, 2, 3):
+        session.call()
+        session.run.mark_step(step, 3)
+    report = session.finish()
+    assert (report.feature("a").state, report.feature("a").note) == (State.ENGAGED, "figures")
+    assert report.feature("a").fidelity == "rounding"
+    assert report.feature("b").state is State.FELL_BACK
+    assert report.feature("b").reason == "compile failed: x"
+    assert report.engaged() == ["a"]
+    assert (report.tier_asked, report.tier, report.tier_reason) == ("max", "max", "as asked")
+    assert (report.steps, report.evaluations, len(report.timing.steps_s)) == (3, 3, 3)
+    assert report.timing.load_s is not None
+    assert report.timing.first_step_s == report.timing.steps_s[0]
+    assert report.timing.steady_step_s is not None
+    assert report.timing.total_s >= sum(report.timing.steps_s)
+    assert report.compile == facts
+    model = report.model
+    assert (model.family, model.stack, model.dtype) == ("qwen_image", "diffusers", "float32")
+    assert (model.class_name, model.device, model.note) == (
+        "QwenImageTransformer2DModel",
+        "cpu",
+        "",
+    )
+    assert set(report.flags) == {"before", "during", "after"}
+    assert report.versions["torch"] == torch.__version__
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+
+
+def test_what_the_page_is_told():
+    session = Session(Fake("a", []), Fake("b", [], reason="no card"))
+    session.run.mark_loaded()
+    session.call()
+    session.run._compiling("layers", 1, 2)
+    session.run.mark_step(1, 4)
+    report = session.finish()
+    assert [kind for kind, _ in session.events] == ["phase", "engaged", "phase", "step", "report"]
+    told = [data for _, data in session.events]
+    assert told[0] == {"phase": "sampling"}
+    assert [(f["name"], f["state"], f["reason"]) for f in told[1]["features"]] == [
+        ("a", "engaged", ""),
+        ("b", "skipped", "no card"),
+    ]
+    assert told[2] == {"phase": "compiling", "block": "layers", "index": 1, "count": 2}
+    assert (told[3]["step"], told[3]["total"], len(told[3]["steps_s"])) == (1, 4, 1)
+    assert told[4] == report.to_dict()
+    assert json.loads(json.dumps(session.events)) == json.loads(json.dumps(session.events))
+
+
+def timed_run(steps_s, tier, monkeypatch, shape=(1, 4, 8, 8), model=None):
+    session = Session(Fake("a", []), tier=tier, model=model)
+    session.run.report.latent_shape = list(shape)
+    session.call()
+    monkeypatch.setattr(session.run.clock, "steps_s", lambda only_passed=False: steps_s)
+    return session.finish()
+
+
+def test_the_speed_against_the_last_off_run(monkeypatch):
+    shape = (7, 4, 8, 8)  # of no other test
+    assert timed_run([1.0, 1.0], "max", monkeypatch, shape).speedup_against_off is None
+    timed_run([9.0, 3.0, 3.0], "off", monkeypatch, shape)
+    timed_run([9.0, 4.0, 4.0], "off", monkeypatch, (8, 4, 8, 8))
+    faster = timed_run([9.0, 2.0, 2.0], "max", monkeypatch, shape)
+    assert faster.speedup_against_off == 1.5
+    assert "1.50x the speed of the last off run" in faster.to_text()
+    assert timed_run([9.0], "max", monkeypatch, shape).speedup_against_off is None
+    other = tiny.z_image(layers=1)
+    assert timed_run([2.0, 2.0], "max", monkeypatch, shape, other).speedup_against_off is None
+    assert timed_run([2.0, 2.0], "off", monkeypatch, shape).speedup_against_off is None
+
+
+def test_unloading_releases_in_reverse_and_gives_flags_back():
+    """The backstop alone: the run is never closed."""
+    log, before = [], full_state()
+    session = Session(Fake("a", log, handle={"flags": {"matmul.tf32": TF32}}), Fake("b", log))
+    session.call()
+    assert full_state() != before
+    session.tiered.release(session.model)
+    assert full_state() == before
+    assert log[-2:] == ["release b", "release a"]
+    session.tiered.release(None)
+    session.tiered.release(session.model)
+
+
+def test_the_real_table_engages_on_a_tiny_model_with_everything_forced():
+    """All real optimizations but the compile, through the main path."""
+    from speed_tier.speed.optimizations import OPTIMIZATIONS
+
+    real = tuple(row for row in OPTIMIZATIONS if row.name != "regional_compile")
+    model, inputs = tiny.qwen_image(), tiny.qwen_image_inputs()
+    expected = tiny.output(model, inputs)
+    session = Session(*real, model=model)
+    got = session.call(lambda options: tiny.output(model, inputs))
+    report = session.finish()
+    assert report.engaged() == ["tf32", "fused_qkv"]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    session.tiered.release(model)
+    assert torch.equal(tiny.output(model, inputs), expected)
