@@ -80,7 +80,9 @@ demo: venv
 	$(PY) tests/host/demo.py --output "$(OUT)"
 
 bench: venv
-	$(PY) -m bench
+	@test -n "$(COMFYUI_PATH)" || { echo "make bench needs COMFYUI_PATH=/path/to/ComfyUI and a CUDA device"; exit 1; }
+	$(PY) -m bench.kernels
+	$(PY) -m bench.levers --comfy "$(COMFYUI_PATH)" --fp32
 
 clean:
 	rm -rf "$(VENV)" .cache .mypy_cache .ruff_cache demo_output test_output

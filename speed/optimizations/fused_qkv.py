@@ -126,19 +126,23 @@ class FusedGroup:
             parameters = [getattr(module, name) for module in self.modules]
             if parameters[0] is not None and _adjacent(parameters) is not None:
                 for parameter in parameters:
-                    point_at(parameter, parameter.data.clone())
+                    # An unload comes outside inference mode; an inference weight must stay one.
+                    with torch.inference_mode(parameter.is_inference()):
+                        point_at(parameter, parameter.data.clone())
 
 
 def _side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """The rows of `parameters` as one tensor that shares storage with each of them."""
     if (shared := _adjacent(parameters)) is not None:
         return shared
-    joined = torch.cat([parameter.detach() for parameter in parameters])
-    start = 0
-    for parameter in parameters:
-        rows = parameter.shape[0]
-        point_at(parameter, joined[start : start + rows])
-        start += rows
+    # Weights loaded outside inference mode must stay normal tensors, and the other way round.
+    with torch.inference_mode(parameters[0].is_inference()):
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        start = 0
+        for parameter in parameters:
+            rows = parameter.shape[0]
+            point_at(parameter, joined[start : start + rows])
+            start += rows
     return joined
 
 
