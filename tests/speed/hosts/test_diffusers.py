@@ -184,8 +184,10 @@ def test_the_model_is_as_it_was(session):
 
 
 @pytest.mark.filterwarnings("ignore:.*complex operators")
-@pytest.mark.parametrize("name", CASES)
-def test_inductor_compiles_complex_rope_and_matches(name, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "backend"), [("qwen_image", "inductor"), ("z_image", "aot_eager")]
+)
+def test_complex_rope_compiles_and_matches(name, backend, monkeypatch, tmp_path):
     """diffusers' RoPE is complex; Inductor runs those operations eager inside its one graph.
 
     The cache folder has a blank and an apostrophe, where every build fails: it is replaced.
@@ -198,7 +200,7 @@ def test_inductor_compiles_complex_rope_and_matches(name, monkeypatch, tmp_path)
     off = output(model, inputs())
     exact = output(copy.deepcopy(model).double(), inputs(dtype=torch.float64))
     model.get_submodule(outside).register_forward_hook(lambda *_: during.append(full_state()))
-    handle = apply_tier(model, "max", FORCED, optimizations("inductor"))
+    handle = apply_tier(model, "max", FORCED, optimizations(backend))
     got = output(model, inputs())
     report = handle.finish_run()
     handle.remove()
@@ -206,10 +208,12 @@ def test_inductor_compiles_complex_rope_and_matches(name, monkeypatch, tmp_path)
     assert report.compile.graphs == kinds
     assert report.compile.graph_breaks == {}
     (inside,) = (state["env"]["TORCHINDUCTOR_CACHE_DIR"] for state in during)
-    assert inside != bad_folder == os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert (inside != bad_folder) is (backend == "inductor")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == bad_folder
     bound = 1.1 * tiny.relative_error(off, exact) + 1e-7
     assert tiny.relative_error(got, exact) <= bound
-    assert not torch.equal(got, off), "nothing was compiled"
+    if backend == "inductor":
+        assert not torch.equal(got, off), "nothing was compiled"
     assert torch.equal(output(model, inputs()), off)
 
 
