@@ -32,7 +32,7 @@ def browser() -> Iterator[Browser]:
         yield running
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["canvas", "nodes2"])
+@pytest.fixture(scope="session", params=[False, True], ids=["canvas", "nodes2"])
 def page(
     request: pytest.FixtureRequest, browser: Browser, server: HostServer
 ) -> Iterator[ComfyPage]:

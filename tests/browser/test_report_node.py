@@ -14,8 +14,8 @@ EMPTY = "no report yet: run the workflow"
 _seeds = itertools.count(100)  # a graph the host has not cached yet
 
 
-def open_run(page: ComfyPage, tier: str = "default", arch: str = "zimage") -> None:
-    page.open(tiny_run(arch, tier, report=True, seed=next(_seeds)))
+def open_run(page: ComfyPage, tier: str = "default", arch: str = "zimage", steps: int = 2) -> None:
+    page.open(tiny_run(arch, tier, report=True, seed=next(_seeds), steps=steps))
     page.wait_report(EMPTY)
 
 
@@ -95,11 +95,31 @@ def test_a_saved_workflow_opens_with_its_values(page: ComfyPage) -> None:
     page.wait_report(EMPTY)  # it is another workflow, though the ids of its nodes are the same
 
 
-def test_undo_and_tab_switch_keep_the_text(page: ComfyPage) -> None:
+def test_undo_keeps_the_text(page: ComfyPage) -> None:
     open_run(page)
     text, _ = report_output(page.run())
     page.wait_report(text)
-    open_run(page, arch="qwen")
+    page.js("window.nodeBefore = find('SpeedTierReport')")
+    page.widget("SpeedTier", "tier", "max")
+    page.js(
+        """app.extensionManager.workflow.activeWorkflow.changeTracker.checkState();
+        await app.extensionManager.command.execute("Comfy.Undo");"""
+    )
+    page.wait("return find('SpeedTier')?.widgets[0].value === 'default'")
+    assert page.js("return find('SpeedTierReport') !== window.nodeBefore")  # all nodes are new
+    page.wait_report(text)
+
+
+def test_a_run_belongs_to_the_workflow_it_was_queued_from(page: ComfyPage) -> None:
+    open_run(page, steps=15)
+    done = set(page.server.get("/history"))
+    page.js("await app.queuePrompt(0, 1)")
+    open_run(page, arch="qwen")  # the same node ids, on screen when the first one ends
+    page.server.wait_idle()
+    (prompt_id,) = set(page.server.get("/history")) - done
+    text, _ = report_output(page.server.wait(prompt_id).outputs)
+    page.page.wait_for_timeout(300)
+    page.wait_report(EMPTY)
     page.js("await app.extensionManager.command.execute('Workspace.PreviousOpenedWorkflow')")
     page.wait_report(text)
 
