@@ -1,7 +1,7 @@
 // Speed Tier Report on the page: every report node shows the text of its last report.
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
-import { executionIds, rootGraph } from "./lib/graph.js";
+import { executionIds, rootGraph, workflowKey } from "./lib/graph.js";
 import { ReportTexts, reportText } from "./lib/report_texts.js";
 import { STYLE, addReportView, showReport } from "./lib/report_view.js";
 import { runs } from "./lib/run_store.js";
@@ -11,7 +11,7 @@ const CLASS_ID = "SpeedTierReport";
 const texts = new ReportTexts();
 const asked = new Set(); // workflows whose texts were looked for in the host's history
 
-const workflowId = () => String(rootGraph(app)?.id ?? "");
+const workflowId = () => workflowKey(app);
 
 function reportNodes(graph, found = new Set(), seen = new Set()) {
   if (!graph || seen.has(graph)) return found;
@@ -34,7 +34,8 @@ function draw() {
 function onExecuted({ detail }) {
   const text = reportText(detail?.output);
   if (text === null) return;
-  texts.put(texts.workflowOf(detail.prompt_id) ?? workflowId(), String(detail.node), text);
+  const workflow = texts.workflowOf(detail.prompt_id) ?? workflowId();
+  texts.put(workflow, detail.display_node ?? detail.node, text);
   draw();
 }
 
@@ -55,7 +56,7 @@ api.addEventListener("executed", onExecuted);
 const queuePrompt = api.queuePrompt;
 api.queuePrompt = async function (...args) {
   const answer = await queuePrompt.apply(this, args);
-  texts.queued(answer?.prompt_id, args[1]?.workflow?.id);
+  texts.queued(answer?.prompt_id, workflowKey(app, args[1]?.workflow?.id));
   return answer;
 };
 
