@@ -193,6 +193,24 @@ def test_lora_before_or_after_fusing_ends_in_the_same_weights():
     ]
 
 
+def test_weights_made_in_inference_mode_come_apart_outside_of_it():
+    """The host loads and runs in inference mode; an unload may come from anywhere."""
+    with torch.inference_mode():
+        model, x = tiny.toy(), tiny.toy_input()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        expected = model(x)
+        with fused(model) as run:
+            torch.testing.assert_close(run.call(x), expected)
+    assert share_one_storage(weights(model))
+    FUSED.release(model)
+    assert not share_one_storage(weights(model))
+    assert all(weight.is_inference() for weight in weights(model))
+    with torch.inference_mode():
+        assert torch.equal(model(x), expected)
+        model.blocks[0].attention.to_q.weight.mul_(2)  # a merge is possible as before
+    assert torch.equal(model.state_dict()["blocks.1.norm.weight"], before["blocks.1.norm.weight"])
+
+
 def test_projections_called_on_different_inputs_run_apart():
     model = tiny.toy(blocks=1)
     group = projections(model)

@@ -205,6 +205,22 @@ def test_parameters_that_want_gradients_cost_no_graph_and_get_them_back():
     assert [p.requires_grad for p in model.parameters()] == wanted
 
 
+def test_in_inference_mode_as_the_host_runs():
+    """Weights made there, some with gradients on: one graph, and one for the second batch."""
+    with torch.inference_mode():
+        model, x = toy(blocks=4), toy_input()
+        for block in model.blocks[::2]:
+            block.requires_grad_(True)
+        wanted = [p.requires_grad for p in model.parameters()]
+        before = graphs()
+        with tiny.engaged(EAGER, on=model) as run:
+            for batch in (1, 1, 2, 1):
+                x = toy_input(batch)
+                torch.testing.assert_close(run.call(x), model(x))
+        assert graphs() - before == 2
+    assert [p.requires_grad for p in model.parameters()] == wanted
+
+
 def test_a_block_of_another_dtype_gives_its_own_right_result():
     model = toy(blocks=2)
     with tiny.engaged(EAGER, on=model) as run:
