@@ -55,8 +55,8 @@ KERNEL = DequantKernel(
     jit=_dequantize_q2_k_kernel,
     block_size=256,
     type_size=84,
-    tile=16,
-    num_warps=4,
+    tile=8,
+    num_warps=1,
     mantissa=False,
     sweep=((8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8)),
 )

@@ -56,7 +56,7 @@ KERNEL = DequantKernel(
     block_size=256,
     type_size=144,
     tile=8,
-    num_warps=4,
+    num_warps=2,
     mantissa=False,
     sweep=((4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (32, 8)),
 )

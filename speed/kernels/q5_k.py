@@ -57,7 +57,7 @@ KERNEL = DequantKernel(
     block_size=256,
     type_size=176,
     tile=16,
-    num_warps=2,
+    num_warps=4,
     mantissa=False,
-    sweep=((8, 1), (8, 2), (16, 2), (16, 4), (32, 2), (32, 4)),
+    sweep=((2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4), (16, 2), (16, 4), (32, 2), (32, 4)),
 )

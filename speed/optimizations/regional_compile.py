@@ -49,7 +49,8 @@ class CompileConfig:
     Attributes:
         backend: torch.compile backend.
         dynamic: None = code of its own for the first size, symbolic sizes for every other. On one
-            H200 static code is 2 to 4 % faster at 1024 px and 1.4 times at 512 (bench/results).
+            H200 at 1024 px static code is 0.5 % (Z-Image) to 2.6 % (Qwen-Image) faster than
+            symbolic; at 512 the launches decide, and neither wins (bench/results/levers.jsonl).
             True = symbolic from the start, False = one compile per size.
         recompile_limit: Variants per kind before a kind runs eager. The stated bound is 4 per
             kind; the rest is room for partial loads and mixed LoRA targets.
