@@ -18,8 +18,15 @@ SCRIPT = """
     from speed_tier.tests.speed.process import full_state
     before, modules = full_state(), set(sys.modules)
     hooks = len(torch.nn.modules.module._global_forward_hooks)
+    import importlib.util
+    spec = importlib.util.spec_from_file_location("pack_entry", {entry!r})
+    entry = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(entry)
+    by_entry = [name for name in vars(entry) if not name.startswith("__")]
+    by_entry += [name for name in set(sys.modules) - modules if name.startswith("speed_tier.")]
     {imports}
     print(json.dumps({{
+        "entry": by_entry,
         "same_state": full_state() == before,
         "changed": [k for k, v in full_state().items() if v != before[k]],
         "new": sorted(set(sys.modules) - modules),
@@ -29,21 +36,22 @@ SCRIPT = """
     }}))
 """
 
-WHOLE_PACK = "import speed_tier.speed, speed_tier.speed.hosts.comfy, speed_tier.nodes"
+WHOLE_PACK = (
+    "import speed_tier.speed, speed_tier.speed.hosts.comfy, speed_tier.nodes, "
+    "speed_tier.speed.hosts.diffusers, speed_tier.speed.gguf"
+)
 
 
-def after(imports):
-    script = textwrap.dedent(SCRIPT.format(repo=str(REPO), imports=imports))
+@pytest.fixture(scope="module")
+def imported():
+    script = textwrap.dedent(
+        SCRIPT.format(repo=str(REPO), entry=str(REPO / "__init__.py"), imports=WHOLE_PACK)
+    )
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "importing the pack says something"
     return json.loads(done.stdout)
-
-
-@pytest.fixture(scope="module")
-def imported():
-    return after(f"{WHOLE_PACK}, speed_tier.speed.hosts.diffusers, speed_tier.speed.gguf")
 
 
 def test_no_setting_of_the_process_changes(imported):
@@ -70,13 +78,5 @@ def test_the_pack_itself_was_loaded(imported):
     assert {"speed_tier.nodes.routes", "speed_tier.speed.optimizations.regional_compile"} <= ours
 
 
-def test_the_entry_outside_the_host_does_nothing():
-    entry = f"""
-    import importlib.util
-    spec = importlib.util.spec_from_file_location("pack_entry", {str(REPO / "__init__.py")!r})
-    module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
-    assert not hasattr(module, "NODE_CLASS_MAPPINGS")
-    """.strip().replace("\n    ", "\n    ")
-    found = after(entry)
-    assert not [name for name in found["new"] if name.startswith("speed_tier.")]
-    assert found["same_state"]
+def test_the_entry_outside_the_host_does_nothing(imported):
+    assert imported["entry"] == []

@@ -135,10 +135,12 @@ MIXES = [
 ]
 
 MIX_SCRIPT = """
-import json, os, sys, types
+import atexit, json, os, sys, types
 package = types.ModuleType("speed_tier"); package.__path__ = [sys.argv[1]]
 sys.modules["speed_tier"] = package
 import torch
+values = [torch.backends.cudnn.benchmark]
+atexit.register(lambda: print(*values, torch.backends.cudnn.benchmark))  # the last to run
 from speed_tier.speed.flags import FLAGS, TF32, describe, snapshot
 from speed_tier.tests.speed.process import full_state
 m, c = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -172,6 +174,8 @@ for mix in json.loads(sys.argv[2]):
         results[mix] = json.loads(stream.read() or "null")
     os.wait()
 print(json.dumps(results))
+FLAGS.acquire({"cudnn.benchmark": not values[0]})  # and never given back
+values.append(torch.backends.cudnn.benchmark)
 """
 
 
@@ -180,7 +184,8 @@ def mixed_runs():
     command = [sys.executable, "-c", textwrap.dedent(MIX_SCRIPT), str(REPO), json.dumps(MIXES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    results, at_exit = done.stdout.splitlines()[-2:]
+    return {**json.loads(results), "at exit": at_exit.split()}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs fork; found none")
@@ -394,21 +399,8 @@ def test_many_threads_leave_the_value_they_found():
     assert lease.held == ()
 
 
-def test_the_process_gives_everything_back_when_it_ends():
-    script = f"""
-        import atexit, sys, types
-        package = types.ModuleType("speed_tier"); package.__path__ = [{str(REPO)!r}]
-        sys.modules["speed_tier"] = package
-        import torch
-        before = torch.backends.cudnn.benchmark
-        atexit.register(lambda: print(before, torch.backends.cudnn.benchmark))
-        from speed_tier.speed.flags import FLAGS
-        FLAGS.acquire({{"cudnn.benchmark": not before}})
-        print(torch.backends.cudnn.benchmark)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["True", "False", "False"], done.stderr
+def test_the_process_gives_everything_back_when_it_ends(mixed_runs):
+    assert mixed_runs["at exit"] == ["False", "True", "False"]
 
 
 def test_flags_go_when_a_tiered_model_is_dropped_in_mid_run():
