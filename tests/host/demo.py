@@ -116,7 +116,9 @@ def main() -> int:
     rows = []
     # Two threads: real widths, so this is the one place where they pay.
     threads = min(os.cpu_count() or 1, 4)
-    with HostServer(models=models, tag="demo", threads=threads) as server:
+    # The host's own choice on a CPU, sub-quadratic attention, breaks the graph of every block.
+    args = ("--use-pytorch-cross-attention",)
+    with HostServer(models=models, tag="demo", threads=threads, extra_args=args) as server:
         say(f"server up in {server.start_seconds:.1f} s, log: {server.log_path}")
         server.events.add_listener(Narrator())
         before = flags_now(server)
