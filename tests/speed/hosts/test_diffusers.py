@@ -90,7 +90,7 @@ def session(request):
     seen.off = {size: output(model, inputs(size)) for size, _ in WALK}
     seen.exact = output(copy.deepcopy(model).double(), inputs(dtype=torch.float64))
     hook = model.get_submodule(outside).register_forward_hook(
-        lambda *_: seen.during.append((full_state(), storages(model)))
+        lambda *_: seen.during.append((full_state(), storages(model), list(model.state_dict())))
     )
     handle = apply_tier(model, "max", FORCED, optimizations("eager"))
     for size, allowed in WALK:
@@ -155,7 +155,7 @@ def test_a_second_run_compiles_nothing(session):
 
 
 def test_flags_differ_in_mid_run_and_are_equal_after_it(session):
-    during, _ = session.during[0]
+    during, _, _ = session.during[0]
     assert (
         during["matmul.fp32_precision"] == "tf32" != session.flags_before["matmul.fp32_precision"]
     )
@@ -168,11 +168,16 @@ def test_flags_differ_in_mid_run_and_are_equal_after_it(session):
 
 
 def test_fused_weights_cost_no_bytes_and_come_apart_again(session):
-    _, while_fused = session.during[1]
+    _, while_fused, _ = session.during[1]
     assert len(while_fused) < len(session.storages_before)
     assert sum(while_fused.values()) == sum(session.storages_before.values())
     assert len(session.storages_after) == len(session.storages_before)
     assert sum(session.storages_after.values()) == sum(session.storages_before.values())
+
+
+def test_names_of_weights_stay_visible_in_mid_run(session):
+    """LoRA is matched by name; a compiled wrapper around a module would hide it."""
+    assert all(names == list(session.state) for _, _, names in session.during)
 
 
 def test_the_model_is_as_it_was(session):
