@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from speed_tier.tests.host.graphs import Graph, Link, tiny_run
-from speed_tier.tests.host.server import HostServer, PromptFailedError, PromptResult
-
-# The host's CPU default attention (sub-quadratic) breaks Dynamo's graphs; this one does not.
-ARGS = ("--use-pytorch-cross-attention",)
-# A CPU gains nothing from these, so they are asked for by name: something must be able to leak.
-FORCED = {"tf32": "on", "fused_qkv": "on", "regional_compile": "on"}
-ENGAGED = {
-    "zimage": {"tf32", "regional_compile"},
-    "qwen": {"tf32", "fused_qkv", "regional_compile"},
-}
-ALLOW_TF32 = "torch.backends.cuda.matmul.allow_tf32"
+from speed_tier.tests.host.graphs import Graph, tiny_run
+from speed_tier.tests.host.server import HostServer, PromptFailedError
+from speed_tier.tests.host.tier_cases import (
+    ALLOW_TF32,
+    ARGS,
+    ENGAGED,
+    FORCED,
+    digest,
+    engaged,
+    max_graph,
+    report_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +64,6 @@ def compiled(pack: HostServer, arch: str, start_flags: dict[str, Any]) -> dict[s
         "events": pack.events.since(mark, "speed_tier.update"),
         "digest": digest(result),
     }
-
-
-def digest(result: PromptResult) -> str:
-    return str(result.ui("sink", "sha256"))
-
-
-def report_of(result: PromptResult) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(result.ui("report", "json"))
-    return data
-
-
-def engaged(report: dict[str, Any]) -> set[str]:
-    return {f["name"] for f in report["features"] if f["state"] == "engaged"}
-
-
-def max_graph(arch: str) -> tuple[Graph, Link]:
-    graph = Graph()
-    return graph, graph.speed_tier_advanced(graph.tiny_model(arch), "max", "tier", **FORCED)
 
 
 def assert_nothing_left(

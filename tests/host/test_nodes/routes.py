@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 import torch
@@ -75,3 +76,19 @@ async def post_dynamo_reset(request: web.Request) -> web.Response:
     """Forgets all compiled code, so that a test can see a first compile again."""
     torch._dynamo.reset()
     return web.json_response({})
+
+
+_restore_flags: list[tuple[type, Any]] = []  # the pack's own, while it is switched off
+
+
+@routes.post("/speed_tier_test/restore/{switch}")
+async def post_restore(request: web.Request) -> web.Response:
+    """Switches the pack's run-scoped restore off, so that the unload hook is all there is."""
+    if request.match_info["switch"] == "off" and not _restore_flags:
+        pack = next(m for name, m in sys.modules.items() if name.endswith("speed.apply"))
+        _restore_flags.append((pack.Run, pack.Run.restore_flags))
+        pack.Run.restore_flags = lambda run: None
+    elif request.match_info["switch"] == "on" and _restore_flags:
+        owner, original = _restore_flags.pop()
+        owner.restore_flags = original
+    return web.json_response({"restores": not _restore_flags})
