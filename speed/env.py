@@ -111,7 +111,8 @@ def inductor_problem(device: torch.device) -> str | None:
 def c_compiler() -> str | None:
     """The C++ compiler that Inductor and Triton would find, or None."""
     asked = (os.environ.get("CXX") or os.environ.get("CC") or "").strip()
-    if asked and shutil.which(asked.split()[0]):
+    # A compiler with flags behind it, or a path that may hold a blank itself.
+    if asked and (shutil.which(asked) or shutil.which(asked.split()[0])):
         return asked
     return next(
         (found for name in ("g++", "clang++", "gcc", "clang") if (found := shutil.which(name))),

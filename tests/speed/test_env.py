@@ -106,9 +106,13 @@ def test_a_path_without_a_compiler(monkeypatch, tmp_path):
     )
 
 
-def test_cxx_is_asked_first_and_a_wrong_one_is_passed_over(monkeypatch):
-    monkeypatch.setenv("CXX", f"{sys.executable} -O2")
-    assert c_compiler() == f"{sys.executable} -O2"
+def test_cxx_is_asked_first_and_a_wrong_one_is_passed_over(monkeypatch, tmp_path):
+    with_blank = tmp_path / "my tools"
+    with_blank.mkdir()
+    (with_blank / "cxx").symlink_to(sys.executable)
+    for right in ("sh -O2", str(with_blank / "cxx")):
+        monkeypatch.setenv("CXX", right)
+        assert c_compiler() == right
     for wrong in ("/no/such/compiler", "  "):
         monkeypatch.setenv("CXX", wrong)
         monkeypatch.delenv("CC", raising=False)
