@@ -1,0 +1,251 @@
+"""Sampling runs inside one process that has imported a real ComfyUI: no server, no HTTP.
+
+Imported by a test it gives `Step` and `run_steps`; started as a script it reads the steps, a JSON
+list, from stdin, writes each step's latents to a file and prints one JSON line a step. What is
+right or wrong is for the test to say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+HOST_ARGS = ["--cpu", "--use-pytorch-cross-attention"]
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A random adapter; `target` is a name in test_nodes/models.py."""
+
+    target: str
+    strength: float = 1.0
+    seed: int = 7
+    rank: int = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """One sampling run.
+
+    Attributes:
+        name: Of the step in the test, and of its file of latents.
+        tier: off, default, max, or "" for a model that never met a Speed Tier node.
+        height, width: Of the latent; an eighth of the picture's pixels.
+        loras, loras_after_tier: Whether the LoRA loader is before or after Speed Tier.
+        rounded: Weights are rounded to bf16 before they are used in `dtype`.
+        switches: Per-feature auto, on or off, as in the Advanced node.
+        compile: Fields of CompileConfig.
+    """
+
+    name: str
+    arch: str
+    tier: str = "max"
+    height: int = 64
+    width: int = 64
+    batch: int = 1
+    tokens: int = 12
+    cfg: float = 1.0
+    steps: int = 1
+    loras: tuple[Lora, ...] = ()
+    loras_after_tier: bool = False
+    layers: int = 2
+    dtype: str = "fp32"
+    rounded: bool = False
+    switches: dict[str, str] = field(default_factory=dict)
+    compile: dict[str, Any] = field(default_factory=lambda: {"backend": "eager"})
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one step showed.
+
+    Attributes:
+        latents: The sampler's output.
+        graphs: Graphs that Dynamo's own counter rose by.
+        report: The run's report as data, None without a tier.
+    """
+
+    latents: Any
+    graphs: int
+    report: dict[str, Any] | None
+
+    @property
+    def compiles(self) -> dict[str, int]:
+        """Compiles in this run by kind of block."""
+        assert self.report is not None
+        return {kind["name"]: kind["compiles"] for kind in self.report["compile"]["kinds"]}
+
+    @property
+    def engaged(self) -> list[str]:
+        assert self.report is not None
+        return [f["name"] for f in self.report["features"] if f["state"] == "engaged"]
+
+    def feature(self, name: str) -> dict[str, Any]:
+        assert self.report is not None
+        return next(f for f in self.report["features"] if f["name"] == name)
+
+
+def run_steps(steps: list[Step], folder: Path) -> dict[str, Seen]:
+    """Go through `steps` in one fresh process; latents are left in `folder`."""
+    import torch
+
+    from .provision import find_host
+
+    assert len({step.name for step in steps}) == len(steps), "two steps share a name"
+    command = [sys.executable, __file__, str(find_host()), str(folder)]
+    done = subprocess.run(
+        command,
+        input=json.dumps([asdict(step) for step in steps]),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [line["name"] for line in lines] == [step.name for step in steps]
+    return {
+        line["name"]: Seen(torch.load(line["latents"]), line["graphs"], line["report"])
+        for line in lines
+    }
+
+
+class _Session:
+    """The host's side: models that were made stay, as they do in a server."""
+
+    def __init__(self) -> None:
+        # The folder's own __init__ registers routes on a server, and there is none.
+        name = "speed_tier.tests.host.test_nodes"
+        folder = types.ModuleType(name)
+        folder.__path__ = [str(Path(__file__).parent / "test_nodes")]
+        sys.modules[name] = folder
+        from speed_tier.tests.host.test_nodes import models
+
+        self.factory = models
+        self.models: dict[tuple[Any, ...], Any] = {}
+
+    def model(self, step: Step) -> Any:
+        import torch
+
+        key = (step.arch, step.layers, step.dtype, step.rounded)
+        if key not in self.models:
+            dtype = self.factory.DTYPES[step.dtype]
+            model = self.factory.make_tiny(step.arch, 0, step.layers, dtype)
+            if step.rounded:
+                for weight in model.model.parameters():
+                    weight.data = weight.data.to(torch.bfloat16).to(weight.dtype)
+            self.models[key] = model
+        return self.models[key]
+
+    def patched(self, step: Step) -> Any:
+        """The MODEL that reaches the sampler."""
+        model = self.model(step)
+        if not step.loras_after_tier:
+            model = self._with_loras(model, step)
+        if step.tier:
+            model = self._tiered(model, step)
+        if step.loras_after_tier:
+            model = self._with_loras(model, step)
+        return model
+
+    def _with_loras(self, model: Any, step: Step) -> Any:
+        import comfy.sd
+
+        for lora in step.loras:
+            adapter = self.factory.lora_state_dict(model, "lora", lora.target, lora.rank, lora.seed)
+            before = len(model.patches)
+            model, _ = comfy.sd.load_lora_for_models(model, None, adapter, lora.strength, 0)
+            assert len(model.patches) > before or before, "the host took no key of the adapter"
+        return model
+
+    def _tiered(self, model: Any, step: Step) -> Any:
+        from speed_tier.speed import Switch, TierRequest, resolve_tier
+        from speed_tier.speed.hosts.comfy import tier_clone
+        from speed_tier.speed.optimizations import OPTIMIZATIONS
+        from speed_tier.speed.optimizations.regional_compile import CompileConfig, RegionalCompile
+
+        compiled = RegionalCompile(CompileConfig(**step.compile))
+        rows = tuple(compiled if row.name == compiled.name else row for row in OPTIMIZATIONS)
+        switches = {name: Switch(value) for name, value in step.switches.items()}
+        request = TierRequest(resolve_tier(step.tier, is_gguf=False), switches, rows)
+        return tier_clone(model, request, lambda report: lambda kind, data: None)
+
+    def run(self, step: Step) -> Any:
+        import comfy.sample
+        import torch
+
+        def prompt(seed: int) -> list[Any]:
+            generator = torch.Generator().manual_seed(seed)
+            return [[torch.randn(1, step.tokens, 64, generator=generator), {}]]
+
+        with torch.inference_mode():
+            model = self.patched(step)
+            latent = torch.zeros(step.batch, 16, step.height, step.width)
+            latent = comfy.sample.fix_empty_latent_channels(model, latent)
+            noise = comfy.sample.prepare_noise(latent, 0)
+            conditions = (prompt(1), prompt(2))
+            return comfy.sample.sample(
+                model,
+                noise,
+                step.steps,
+                step.cfg,
+                "euler",
+                "simple",
+                *conditions,
+                latent,
+                disable_pbar=True,
+                seed=0,
+            )
+
+
+def _read_steps(text: str) -> list[Step]:
+    steps = []
+    for data in json.loads(text):
+        data["loras"] = tuple(Lora(**lora) for lora in data["loras"])
+        steps.append(Step(**data))
+    return steps
+
+
+def main(host: str, folder: str) -> None:
+    steps = _read_steps(sys.stdin.read())
+    pack = types.ModuleType("speed_tier")
+    pack.__path__ = [str(REPO)]
+    sys.modules["speed_tier"] = pack
+    from speed_tier.bench.host_session import enter_host
+
+    # Our own folder is on the path because we are a script, and has a `server` of its own.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [place for place in sys.path if place != here]
+    enter_host(host, "native", HOST_ARGS)
+    import torch
+
+    torch.set_num_threads(1)
+    session = _Session()
+    from speed_tier.speed import REPORTS
+    from torch._dynamo.utils import counters
+
+    for step in steps:
+        before, last = counters["stats"]["unique_graphs"], REPORTS.runs()[:1]
+        latents = session.run(step)
+        ran = REPORTS.runs()[:1]
+        path = Path(folder) / f"{step.name}.pt"
+        torch.save(latents.clone(), path)
+        line = {
+            "name": step.name,
+            "latents": str(path),
+            "graphs": counters["stats"]["unique_graphs"] - before,
+            "report": ran[0].to_dict() if ran and ran != last else None,
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
