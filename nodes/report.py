@@ -75,12 +75,24 @@ def find_run(prompt: dict[str, Any], node_id: str) -> tuple[Report | None, str]:
     tier_id = next((i for i in order if prompt[i].get("class_type") in _TIER_NODES), None)
     if tier_id is None:
         return None, "no Speed Tier node upstream of this report"
-    wanted = {i: graph_signature(prompt, i) for i in order}
-    for run in REPORTS.runs():
-        sampler = run.sampler_node_id.split(".")[0]
-        if run.node_id == tier_id and wanted.get(sampler) == run.graph_signature:
-            return run, ""
-    return None, f"no sampling run of Speed Tier node {tier_id} in this process yet"
+    runs = REPORTS.runs()
+    # By sampler first: in a graph with two passes the tier with the fewest hops is often the one
+    # of the earlier pass.
+    for nearest in order:
+        signature = graph_signature(prompt, nearest)
+        found = [
+            run
+            for run in runs
+            if run.node_id in order
+            and run.sampler_node_id.split(".")[0] == nearest
+            and run.graph_signature == signature
+        ]
+        if found:
+            return min(found, key=lambda run: order.index(run.node_id)), ""
+    return None, (
+        f"nothing upstream of this report has sampled with Speed Tier node {tier_id} in this "
+        "process: connect it after a sampler; a sampler at denoise 0 runs no step"
+    )
 
 
 def _breadth_first(prompt: dict[str, Any], node_id: str) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from typing import Any
 
 from ..speed import REPORTS, Report
+
+log = logging.getLogger("speed_tier.routes")
 
 EVENT = "speed_tier.update"
 _MIN_INTERVAL_S = 0.25  # step events; the others are rare
@@ -62,7 +65,10 @@ class _Publisher:
             "tier": report.tier,
             **data,
         }
-        self._server.send_sync(EVENT, message, self._client_id)
+        try:
+            self._server.send_sync(EVENT, message, self._client_id)
+        except RuntimeError as error:  # the server's loop is closing; the run must not fail for it
+            log.debug("event not sent: %s", error)
 
 
 def _running_prompt(server: Any) -> dict[str, Any]:

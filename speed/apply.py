@@ -17,6 +17,7 @@ and a merge under TF32 would stay in the weights after the run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import weakref
@@ -117,8 +118,15 @@ class TieredModel:
         return Run(self.request, self._tokens, report, device, publish or _nobody)
 
     def new_report(self) -> Report:
-        resolved = self.request.resolved
-        return Report(resolved.asked, resolved.tier.value, resolved.reason, versions=versions())
+        resolved, switches = self.request.resolved, self.request.switches
+        reason = resolved.reason
+        if on := [name for name, switch in switches.items() if switch is Switch.ON]:
+            reason += f", with {', '.join(on)} switched on"
+        report = Report(resolved.asked, resolved.tier.value, reason, versions=versions())
+        known = {optimization.name for optimization in self.request.optimizations}
+        if unknown := sorted(disabled_features() - known):
+            report.notes.append(f"SPEED_TIER_DISABLE names no feature: {', '.join(unknown)}")
+        return report
 
     def release(self, denoiser: nn.Module | None) -> None:
         """The model was unloaded: drop what was kept for it, and any flag still held."""
@@ -172,6 +180,9 @@ class Run:
         """
         self.clock.mark_first_call()
         self.report.evaluations += 1
+        self.report.text_tokens = max(self.report.text_tokens, call.text_tokens)
+        if not self.report.latent_shape:
+            self.report.latent_shape = list(call.latent_shape)
         engagement = self._engagement(call)
         with engagement.around_call():
             return invoke(engagement.options)
@@ -323,9 +334,17 @@ class Run:
         report.flags["after"] = describe(snapshot())
         if clock.device.type == "cuda" and torch.cuda.is_available():
             report.peak_bytes = torch.cuda.max_memory_allocated(clock.device)
-        if report.tier != Tier.OFF.value and report.timing.steady_step_s:
-            off_s = REPORTS.last_off_step_s(report)
-            report.speedup_against_off = off_s / report.timing.steady_step_s if off_s else None
+        report.speedup_against_off = REPORTS.speedup_against_off(report)
+
+
+_numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count(1)
+
+
+def _model_number(denoiser: nn.Module) -> int:
+    if denoiser not in _numbers:
+        _numbers[denoiser] = next(_next_number)
+    return _numbers[denoiser]
 
 
 def _model_facts(call: Call, detected: tuple[Family, str] | None) -> ModelFacts:
@@ -333,6 +352,8 @@ def _model_facts(call: Call, detected: tuple[Family, str] | None) -> ModelFacts:
         class_name=type(call.denoiser).__name__,
         dtype=str(call.dtype).removeprefix("torch."),
         device=str(call.device),
+        compiled_by=call.host.compiled_by,
+        number=_model_number(call.denoiser),
     )
     if detected is None:
         facts.note = not_ours(call.denoiser)

@@ -103,21 +103,32 @@ def inductor_problem(device: torch.device) -> str | None:
         return "regional compile is not used on MPS; found an MPS device"
     if device.type != "cpu" and (problem := triton_problem()):
         return problem
-    if sys.platform != "win32" and not c_compiler():
-        return "torch.compile needs a C++ compiler; found none on PATH. Install g++ (or set CXX)"
+    if sys.platform != "win32" and not c_compiler(device.type):
+        variable, name = _compiler_names(device.type)
+        if asked := os.environ.get(variable):
+            return f"torch.compile needs a compiler; {variable} names {asked}, which does not exist"
+        return f"torch.compile needs a C++ compiler; found no {name} on PATH. Install g++"
     return None
 
 
-def c_compiler() -> str | None:
-    """The C++ compiler that Inductor and Triton would find, or None."""
-    asked = (os.environ.get("CXX") or os.environ.get("CC") or "").strip()
-    # A compiler with flags behind it, or a path that may hold a blank itself.
-    if asked and (shutil.which(asked) or shutil.which(asked.split()[0])):
-        return asked
-    return next(
-        (found for name in ("g++", "clang++", "gcc", "clang") if (found := shutil.which(name))),
-        None,
-    )
+def _compiler_names(device_type: str) -> tuple[str, str]:
+    """The variable and the command that are asked: Inductor on a CPU, Triton on a GPU."""
+    if device_type == "cpu":
+        return "CXX", "clang++" if sys.platform == "darwin" else "g++"
+    return "CC", "gcc"
+
+
+def c_compiler(device_type: str = "cpu") -> str | None:
+    """The compiler that Inductor (cpu) or Triton's launcher (any other device) will run, or None.
+
+    A variable that is set decides alone, as it does there.
+    """
+    variable, name = _compiler_names(device_type)
+    if asked := os.environ.get(variable, "").strip():
+        # A compiler with flags behind it, or a path that may hold a blank itself.
+        return asked if shutil.which(asked) or shutil.which(asked.split()[0]) else None
+    names = (name,) if device_type == "cpu" else (name, "clang", "cc")
+    return next((found for name in names if (found := shutil.which(name))), None)
 
 
 def disabled_features() -> frozenset[str]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 SCHEMA: Final = 1
 _KEPT_RUNS: Final = 64
+_MIN_STEPS: Final = 3  # a median of fewer is one number
 
 
 class State(str, Enum):
@@ -51,6 +52,8 @@ class ModelFacts:
         stack: "comfyui" or "diffusers".
         dtype: Compute dtype of the weights.
         device: Device that computes.
+        compiled_by: Who else compiles it, "" if nobody.
+        number: Tells models of one process apart.
         note: Why nothing engaged, where that has to do with the model itself.
     """
 
@@ -59,6 +62,8 @@ class ModelFacts:
     stack: str = ""
     dtype: str = ""
     device: str = ""
+    compiled_by: str = ""
+    number: int = 0
     note: str = ""
 
 
@@ -95,6 +100,7 @@ class CompiledKind:
     blocks: int
     compiles: int = 0
     seconds: float = 0.0
+    failed: int = 0
 
 
 @dataclass
@@ -129,6 +135,8 @@ class Report:
     timing: Timing = field(default_factory=Timing)
     compile: CompileFacts = field(default_factory=CompileFacts)
     latent_shape: list[int] = field(default_factory=list)
+    text_tokens: int = 0
+    sampler: str = ""
     steps: int = 0
     evaluations: int = 0
     peak_bytes: int | None = None
@@ -136,6 +144,11 @@ class Report:
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def work(self) -> tuple[object, ...]:
+        """What two runs must share for their speeds to be compared."""
+        calls = self.evaluations / self.steps if self.steps else 0
+        return (self.model, tuple(self.latent_shape), self.text_tokens, self.sampler, calls)
 
     def engaged(self) -> list[str]:
         return [f.name for f in self.features if f.state is State.ENGAGED]
@@ -159,6 +172,8 @@ class Report:
             "latent": data.pop("latent_shape"),
             "steps": data.pop("steps"),
             "evaluations": data.pop("evaluations"),
+            "text_tokens": data.pop("text_tokens"),
+            "sampler": data.pop("sampler"),
         }
         return {
             "schema": SCHEMA,
@@ -202,12 +217,16 @@ def _text_lines(report: Report, from_cache: bool) -> list[str]:
         lines.append(f"served from the host's cache; measured {_clock(report.started_unix_s)}")
     else:
         lines.append(f"measured {_clock(report.started_unix_s)}")
+    if report.sampler_node_id:
+        lines.append(f"sampler node {report.sampler_node_id}, Speed Tier node {report.node_id}")
     model = report.model
     if model.class_name:
         family = model.family or "no known family"
         lines.append(f"model: {family}, {model.class_name}, {model.dtype} on {model.device}")
     if model.note:
         lines.append(f"  {model.note}")
+    if model.compiled_by:
+        lines.append(f"  {model.compiled_by} compiles this model; its time is in the steps below")
     for feature in report.features:
         detail = feature.reason or feature.note
         what = f"{feature.state.value}, {feature.fidelity}" if not feature.reason else feature.state
@@ -235,14 +254,21 @@ def _timing_lines(report: Report) -> list[str]:
         lines.append(f"peak memory {report.peak_bytes / 2**30:.2f} GiB")
     compiled = report.compile
     if compiled.kinds:
-        kinds = ", ".join(f"{k.name} x{k.blocks}: {k.compiles}" for k in compiled.kinds)
+        kinds = ", ".join(_kind_text(kind) for kind in compiled.kinds)
         lines.append(
-            f"compiled in this run: {kinds}; {compiled.recompiles} recompiles, "
+            f"compiled in this run: {kinds}; {compiled.recompiles} of them recompiles, "
             f"{sum(compiled.graph_breaks.values())} graph breaks, {compiled.seconds:.1f} s"
         )
     if report.speedup_against_off is not None:
-        lines.append(f"{report.speedup_against_off:.2f}x the speed of the last off run")
+        lines.append(
+            f"{report.speedup_against_off:.2f}x the speed of the last off run of the same work"
+        )
     return lines
+
+
+def _kind_text(kind: CompiledKind) -> str:
+    failed = f" ({kind.failed} failed)" if kind.failed else ""
+    return f"{kind.name} x{kind.blocks}: {kind.compiles}{failed}"
 
 
 class ReportBook:
@@ -267,14 +293,28 @@ class ReportBook:
                 return report
         return None
 
+    def speedup_against_off(self, run: Report) -> float | None:
+        """Speed of `run` over the last off run of the same work; None where that says nothing."""
+        steady_s = run.timing.steady_step_s
+        if not run.engaged() or run.steps < _MIN_STEPS or not steady_s:
+            return None
+        off_s = self.last_off_step_s(run)
+        return off_s / steady_s if off_s else None
+
     def last_off_step_s(self, like: Report) -> float | None:
-        """Steady step of the newest finished off run of the same model and shape."""
+        """Steady step of the newest finished off run of the same work.
+
+        The same work: the very same model, latent shape, text length, sampler, denoiser calls a
+        step and other compile nodes. Off with features switched on is no baseline, nor is a run
+        of fewer than three steps.
+        """
         for report in self.runs():
             if (
                 report.tier == "off"
                 and report.outcome == "done"
-                and report.model == like.model
-                and report.latent_shape == like.latent_shape
+                and not report.engaged()
+                and report.work() == like.work()
+                and report.steps >= _MIN_STEPS
                 and report.timing.steady_step_s is not None
             ):
                 return report.timing.steady_step_s

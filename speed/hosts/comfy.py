@@ -102,6 +102,7 @@ class _Session:
         patcher = executor.class_obj.model_patcher
         report = self._tiered.new_report()
         report.latent_shape = list(noise.shape)
+        report.sampler = _sampler_name(sampler)
         if self._note:
             report.notes.append(self._note)
         publish = self._opener(report)
@@ -164,6 +165,12 @@ class _Session:
     def on_detach(self, patcher: Any, unpatch_all: bool = True, *_: Any, **__: Any) -> None:
         if unpatch_all:
             self._tiered.release(getattr(patcher.model, "diffusion_model", None))
+
+
+def _sampler_name(sampler: Any) -> str:
+    """The sampler function's name, "sample_euler", or the class of a sampler without one."""
+    function = getattr(sampler, "sampler_function", None)
+    return str(getattr(function, "__name__", type(sampler).__name__))
 
 
 def _step_callback(run: Run, callback: Callable[..., Any] | None) -> Callable[..., Any]:

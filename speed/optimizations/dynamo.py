@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
@@ -121,7 +122,13 @@ def plain_reason(error: BaseException) -> str:
     inner = getattr(error, "inner_exception", None) or error
     if is_recompile_limit(error):
         return f"recompile limit hit ({_first_line(str(error))})"
-    return f"compile failed: {type(inner).__name__}: {_first_line(str(inner))}"
+    return f"compile failed: {type(inner).__name__}: {_telling_line(str(inner))}"
+
+
+def _telling_line(text: str) -> str:
+    """The compiler's own first complaint where there is one, else the first line."""
+    complaint = re.search(r"^.*\b(?:fatal )?error: .*$", text, re.MULTILINE)
+    return _first_line(complaint.group(0) if complaint else text)
 
 
 def _first_line(text: str) -> str:

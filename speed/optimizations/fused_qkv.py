@@ -29,7 +29,7 @@ from ..timing import compare_ms
 from .base import Context, Fidelity, Handle
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-_MIN_GAIN: Final = 1.02
+_MIN_GAIN: Final = 1.05  # under that a tie; fusing must be worth a changed rounding
 _BUCKET: Final = 256
 
 
@@ -239,6 +239,11 @@ class _FusedHandle(Handle):
 _groups: weakref.WeakKeyDictionary[nn.Module, dict[str, FusedGroup]] = weakref.WeakKeyDictionary()
 
 
+_decided: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[float, float]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 @dataclass(frozen=True)
 class FusedQkv:
     name: ClassVar[str] = "fused_qkv"
@@ -290,8 +295,12 @@ class FusedQkv:
             group.unbind()
 
     def _times(self, context: Context) -> dict[bool, tuple[float, float]]:
-        """Milliseconds (apart, fused) by stream; True is the text stream."""
-        times = {}
+        """Milliseconds (apart, fused) by stream; True is the text stream.
+
+        Measured once per model and stream: a decision that changed with the size would cost a
+        compile each time, and near a tie it would be noise that decides.
+        """
+        times = _decided.setdefault(context.denoiser, {})
         for projections in context.family.projections(context.denoiser):
             is_text = _is_text(projections)
             if is_text in times or group_problem(projections, context.device) is not None:

@@ -70,6 +70,10 @@ class CompileConfig:
                 f"mode needs one of {', '.join(map(str, _MODES))}; found {self.mode!r}. Modes with "
                 "CUDA graphs overwrite a block's output between blocks"
             )
+        if self.mode is not None and self.emulate_precision_casts:
+            raise ValueError(
+                "torch.compile takes a mode or options; found mode and precision casts"
+            )
         if self.recompile_limit < 1:
             raise ValueError(
                 f"recompile_limit needs to be at least 1; found {self.recompile_limit}"
@@ -191,8 +195,9 @@ class BlockCall:
             code = self.kind.code_for((*args, *kwargs.values()))
             output = code(self.block, *map(_own_storage, args), **owned)
         except dynamo.compile_failures() as error:
+            failed_s = time.perf_counter() - started
             output = self.eager(args, kwargs)  # raises where the block itself is at fault
-            run.fall_back(self.kind, error)
+            run.fall_back(self.kind, error, failed_s)
             return output
         run.compiled_calls += 1
         if (graphs := dynamo.graph_count() - before) > 0:
@@ -296,8 +301,10 @@ class _RunState:
         self.recompiles += kind.compiles_ever > 0
         kind.compiles_ever += 1
 
-    def fall_back(self, kind: Kind, error: BaseException) -> None:
+    def fall_back(self, kind: Kind, error: BaseException, seconds: float) -> None:
         reason = dynamo.plain_reason(error)
+        self.facts[kind.name].failed += 1
+        self.facts[kind.name].seconds += seconds
         log.warning("%s runs eager: %s", kind.name, reason)
         log.debug("compile of %s failed", kind.name, exc_info=error)
         self.eager_kinds[kind.name] = reason
@@ -373,6 +380,9 @@ class RegionalCompile:
             return "another pack has replaced the forward of every block"
         if self.config.backend == "inductor" and (problem := inductor_problem(context.device)):
             return problem
+        kept = _kept.get(context.denoiser, {}).get(self.config)
+        if kept and kept.kinds and all(kind.broken for kind in kept.kinds):
+            return f"did not compile earlier in this process: {kept.kinds[0].broken}"
         return None
 
     def install(self, context: Context) -> Handle:
@@ -388,7 +398,7 @@ class RegionalCompile:
             call.runs.append(run)
             patches.append(Patch(call.block, "forward", call))
         kinds = ", ".join(f"{kind.name} x{kind.blocks}" for kind in blocks.kinds)
-        note = f"{len(blocks.kinds)} kinds: {kinds}"
+        note = f"{len(blocks.kinds)} kind{'s' * (len(blocks.kinds) != 1)} of block: {kinds}"
         if foreign:
             note += f"; {foreign} blocks run eager: another pack has replaced their forward"
         return _CompileHandle(

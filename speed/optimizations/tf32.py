@@ -39,6 +39,8 @@ class Tf32:
 
     def install(self, context: Context) -> Handle:
         note = "fp32 matmul and cudnn in TF32"
+        if not context.capabilities.is_nvidia:
+            note += f"; forced on: the flags are set, a {context.device.type} device ignores them"
         if context.dtype != torch.float32:
             note += f"; the model computes in {context.dtype}, so only its fp32 parts change"
         return Handle(flags={"matmul.tf32": TF32_VALUE, "cudnn.tf32": TF32_VALUE}, note=note)

@@ -7,6 +7,10 @@ from speed_tier.nodes import report as report_node
 from speed_tier.nodes.report import ANY, SpeedTierReport, find_run
 from speed_tier.tests.nodes.conftest import graph
 
+NOTHING_SAMPLED = (
+    "nothing upstream of this report has sampled with Speed Tier node {} in this process"
+)
+
 
 @pytest.fixture(autouse=True)
 def nothing_shown(monkeypatch):
@@ -43,10 +47,9 @@ def test_another_seed_is_another_run(run):
     first, second = run(graph(1), "p1"), run(graph(2), "p2")
     assert found(graph(1)) is first
     assert found(graph(2)) is second
-    assert find_run(graph(3), "6") == (
-        None,
-        "no sampling run of Speed Tier node 2 in this process yet",
-    )
+    missing, problem = find_run(graph(3), "6")
+    assert missing is None
+    assert problem.startswith(NOTHING_SAMPLED.format(2))
 
 
 def test_a_graph_without_a_tier(run):
@@ -55,6 +58,22 @@ def test_a_graph_without_a_tier(run):
     run(graph())
     assert find_run(prompt, "6") == (None, "no Speed Tier node upstream of this report")
     assert find_run({}, "6")[1] == "no Speed Tier node upstream of this report"
+
+
+def test_the_last_of_two_passes_counts(run):
+    """Refiner: the latent path to the first pass is shorter than the model path to its own tier."""
+    prompt = graph()
+    prompt["20"] = {"class_type": "SpeedTier", "inputs": {"model": ["1", 0], "tier": "default"}}
+    prompt["21"] = {"class_type": "LoraLoaderModelOnly", "inputs": {"model": ["20", 0]}}
+    prompt["22"] = {"class_type": "ModelSamplingAuraFlow", "inputs": {"model": ["21", 0]}}
+    prompt["23"] = {
+        "class_type": "KSampler",
+        "inputs": {"model": ["22", 0], "latent_image": ["4", 0], "denoise": 0.5},
+    }
+    prompt["6"]["inputs"]["value"] = ["23", 0]
+    refined = run(prompt, tier_id="20", sampler_id="23")
+    run(prompt, tier_id="2", sampler_id="4")
+    assert found(prompt) is refined
 
 
 def two_branches():
@@ -81,7 +100,7 @@ def test_two_branches_do_not_mix(run, order):
 def test_a_branch_that_did_not_run_yet_says_so(run):
     prompt = two_branches()
     run(prompt)
-    assert "no sampling run of Speed Tier node 12" in find_run(prompt, "16")[1]
+    assert NOTHING_SAMPLED.format(12) in find_run(prompt, "16")[1]
 
 
 @pytest.mark.parametrize("kind", ["SpeedTier", "SpeedTierAdvanced"])
@@ -147,7 +166,7 @@ def test_the_node_hands_its_value_on_with_text_and_json(run):
 def test_without_a_run_the_problem_is_the_text(host, book):
     value, text, encoded = show(graph())["result"]
     assert value == "the value"
-    assert text == "no sampling run of Speed Tier node 2 in this process yet"
+    assert text.startswith(NOTHING_SAMPLED.format(2))
     assert json.loads(encoded) == {"schema": 1, "problem": text}
     assert SpeedTierReport.IS_CHANGED(unique_id="6") == "live"
 

@@ -389,7 +389,11 @@ def test_the_report_of_a_run():
     assert report.feature("b").state is State.FELL_BACK
     assert report.feature("b").reason == "compile failed: x"
     assert report.engaged() == ["a"]
-    assert (report.tier_asked, report.tier, report.tier_reason) == ("max", "max", "as asked")
+    assert (report.tier_asked, report.tier, report.tier_reason) == (
+        "max",
+        "max",
+        "as asked, with a, b switched on",
+    )
     assert (report.steps, report.evaluations, len(report.timing.steps_s)) == (3, 3, 3)
     assert report.timing.load_s is not None
     assert report.timing.first_step_s == report.timing.steps_s[0]
@@ -431,23 +435,27 @@ def test_what_the_page_is_told():
 def timed_run(steps_s, tier, monkeypatch, shape=(1, 4, 8, 8), model=None):
     session = Session(Fake("a", []), tier=tier, model=model)
     session.run.report.latent_shape = list(shape)
-    session.call()
+    for _ in steps_s:
+        session.call()
+        session.run.clock.mark_step()
     monkeypatch.setattr(session.run.clock, "steps_s", lambda only_passed=False: steps_s)
     return session.finish()
 
 
 def test_the_speed_against_the_last_off_run(monkeypatch):
     shape = (7, 4, 8, 8)  # of no other test
-    assert timed_run([1.0, 1.0], "max", monkeypatch, shape).speedup_against_off is None
-    timed_run([9.0, 3.0, 3.0], "off", monkeypatch, shape)
-    timed_run([9.0, 4.0, 4.0], "off", monkeypatch, (8, 4, 8, 8))
-    faster = timed_run([9.0, 2.0, 2.0], "max", monkeypatch, shape)
+    model = tiny.z_image(layers=1)
+    assert timed_run([1.0, 1.0, 1.0], "max", monkeypatch, shape, model).speedup_against_off is None
+    timed_run([9.0, 3.0, 3.0], "off", monkeypatch, shape, model)
+    timed_run([9.0, 4.0, 4.0], "off", monkeypatch, (8, 4, 8, 8), model)
+    timed_run([9.0, 5.0], "off", monkeypatch, shape, model)  # too few steps for a baseline
+    faster = timed_run([9.0, 2.0, 2.0], "max", monkeypatch, shape, model)
     assert faster.speedup_against_off == 1.5
     assert "1.50x the speed of the last off run" in faster.to_text()
-    assert timed_run([9.0], "max", monkeypatch, shape).speedup_against_off is None
+    assert timed_run([9.0], "max", monkeypatch, shape, model).speedup_against_off is None
     other = tiny.z_image(layers=1)
-    assert timed_run([2.0, 2.0], "max", monkeypatch, shape, other).speedup_against_off is None
-    assert timed_run([2.0, 2.0], "off", monkeypatch, shape).speedup_against_off is None
+    assert timed_run([2.0, 2.0, 2.0], "max", monkeypatch, shape, other).speedup_against_off is None
+    assert timed_run([2.0, 2.0, 2.0], "off", monkeypatch, shape, model).speedup_against_off is None
 
 
 def test_unloading_releases_in_reverse_and_gives_flags_back():

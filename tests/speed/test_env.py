@@ -102,21 +102,33 @@ def test_a_path_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert c_compiler() is None
     assert inductor_problem(CPU) == (
-        "torch.compile needs a C++ compiler; found none on PATH. Install g++ (or set CXX)"
+        "torch.compile needs a C++ compiler; found no g++ on PATH. Install g++"
     )
 
 
-def test_cxx_is_asked_first_and_a_wrong_one_is_passed_over(monkeypatch, tmp_path):
+def test_cxx_decides_alone_on_a_cpu_as_in_inductor(monkeypatch, tmp_path):
     with_blank = tmp_path / "my tools"
     with_blank.mkdir()
     (with_blank / "cxx").symlink_to(sys.executable)
     for right in ("sh -O2", str(with_blank / "cxx")):
         monkeypatch.setenv("CXX", right)
         assert c_compiler() == right
-    for wrong in ("/no/such/compiler", "  "):
-        monkeypatch.setenv("CXX", wrong)
-        monkeypatch.delenv("CC", raising=False)
-        assert c_compiler() not in (None, wrong)
+    monkeypatch.setenv("CXX", "/no/such/g++")
+    assert c_compiler() is None
+    assert inductor_problem(CPU) == (
+        "torch.compile needs a compiler; CXX names /no/such/g++, which does not exist"
+    )
+    monkeypatch.setenv("CXX", "  ")
+    assert c_compiler() not in (None, "  ")
+
+
+def test_gcc_alone_is_enough_for_a_gpu_and_too_little_for_a_cpu(monkeypatch, tmp_path):
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "gcc").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert c_compiler("cpu") is None
+    assert c_compiler("cuda") == str(tmp_path / "gcc")
 
 
 @pytest.mark.parametrize("found", ["2.6", "2.5.1", "2.7.0.dev20250101", "1.13"])

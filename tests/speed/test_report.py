@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 from speed_tier.speed.report import (
@@ -25,14 +26,16 @@ KEYS = {
 }  # fmt: skip
 INNER_KEYS = {
     "tier": {"asked", "resolved", "reason"},
-    "shape": {"latent", "steps", "evaluations"},
+    "shape": {"latent", "steps", "evaluations", "text_tokens", "sampler"},
     "memory": {"peak_bytes"},
     "timing": {
         "load_s", "first_step_s", "first_step_tax_s", "steps_s", "steady_step_s", "total_s",
         "vae_decode_s", "vae_note",
     },
     "compile": {"kinds", "graphs", "recompiles", "graph_breaks", "seconds"},
-    "model": {"family", "class_name", "stack", "dtype", "device", "note"},
+    "model": {
+        "family", "class_name", "stack", "dtype", "device", "compiled_by", "number", "note",
+    },
 }  # fmt: skip
 
 
@@ -93,8 +96,8 @@ def test_the_text_names_every_feature_with_its_reason():
         "steps (s): 9.000, 2.000, 2.000",
         "VAE decode not measured: the decode did not go through a Speed Tier node",
         "peak memory 3.00 GiB",
-        "compiled in this run: layers x30: 1; 0 recompiles, 2 graph breaks, 6.5 s",
-        "1.50x the speed of the last off run",
+        "compiled in this run: layers x30: 1; 0 of them recompiles, 2 graph breaks, 6.5 s",
+        "1.50x the speed of the last off run of the same work",
         "note: a note",
     ):
         assert line in lines
@@ -155,7 +158,7 @@ def test_the_last_off_run_of_the_same_model_and_shape():
     book = ReportBook()
 
     def off(step_s, **changes):
-        report = full_report(tier="off", **changes)
+        report = full_report(tier="off", **{"features": [], **changes})
         report.timing = Timing(steady_step_s=step_s)
         book.add(report)
 
@@ -166,6 +169,13 @@ def test_the_last_off_run_of_the_same_model_and_shape():
     off(5.0, latent_shape=[2, 16, 128, 128])
     off(6.0, model=ModelFacts("qwen_image", "QwenImageTransformer2DModel"))
     off(7.0, outcome="interrupted")
+    off(8.0, sampler="sample_heun")
+    off(9.0, text_tokens=77)
+    off(10.0, evaluations=2 * like.steps)
+    off(11.0, steps=2)
+    off(12.0, features=like.features)
+    off(13.0, model=replace(like.model, number=2))
+    off(14.0, model=replace(like.model, compiled_by="a torch.compile node"))
     off(None)
     book.add(full_report())
     assert book.last_off_step_s(like) == 4.0

@@ -429,7 +429,11 @@ def test_it_engages_only_where_it_measures_faster(monkeypatch):
     figures = "image stream 1.000 ms apart, 0.990 ms fused"
     assert FUSED.check(tiny.context(model)) == f"does not measure faster here ({figures})"
     measured(monkeypatch, 1.5, 1.0)
+    assert "0.990 ms fused" in FUSED.check(tiny.context(model)), "decided once for a model"
+    model = tiny.toy()
     assert FUSED.check(tiny.context(model)) is None
+    measured(monkeypatch, 1.0, 1.0)
+    assert FUSED.check(tiny.context(model, image_tokens=9999)) is None
     handle = FUSED.install(tiny.context(model))
     assert handle.note == (
         "3 of 3 groups, no extra bytes (image stream 1.500 ms apart, 1.000 ms fused)"

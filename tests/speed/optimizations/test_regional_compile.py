@@ -324,7 +324,7 @@ def test_no_compiler_on_the_path_is_said_before_anything_is_tried(monkeypatch, t
     for name in ("CXX", "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "found none on PATH" in RegionalCompile().check(tiny.context(toy()))
+    assert "found no g++ on PATH" in RegionalCompile().check(tiny.context(toy()))
     assert EAGER.check(tiny.context(toy())) is None
 
 
