@@ -167,16 +167,9 @@ def two_branches(
 def demo_run(
     unet: str, vae: str, family: str, tier: str, *, size: int, steps: int, seed: int, prefix: str
 ) -> dict[str, Any]:
-    """Stock loader -> Speed Tier -> KSampler -> report -> VAE decode -> PNG, as a user builds it.
-
-    On a CPU no gain is expected from compiling, so `max` asks for it through the Advanced node.
-    """
+    """Stock loader -> Speed Tier -> KSampler -> report -> VAE decode -> PNG, as a user builds it."""
     graph = Graph()
-    model = graph.unet(unet)
-    if tier == "max":
-        link = graph.speed_tier_advanced(model, tier, "tier", regional_compile="on")
-    else:
-        link = graph.speed_tier(model, tier, "tier")
+    link = graph.speed_tier(graph.unet(unet), tier, "tier")
     shape = {"width": size, "height": size, "steps": steps, "seed": seed}
     latent = graph.sample(link, node_id="sampler", dim=TEXT_WIDTH[family], **shape)
     reported = graph.add("SpeedTierReport", "report", value=latent)
