@@ -63,7 +63,7 @@ lint: venv
 	$(PY) -m mypy
 
 unit: venv
-	$(PYTEST) -q --timeout 300 -m "not host and not browser" tests
+	$(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not host and not browser" tests
 
 host: venv
 	$(PY) -P tests/host/provision.py

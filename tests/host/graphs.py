@@ -167,7 +167,7 @@ def two_branches(
 def demo_run(
     unet: str, vae: str, family: str, tier: str, *, size: int, steps: int, seed: int, prefix: str
 ) -> dict[str, Any]:
-    """Stock loader -> Speed Tier -> KSampler -> report -> VAE decode -> PNG, as a user builds it."""
+    """Stock loader -> Speed Tier -> KSampler -> report -> VAE decode -> PNG, as users build it."""
     graph = Graph()
     link = graph.speed_tier(graph.unet(unet), tier, "tier")
     shape = {"width": size, "height": size, "steps": steps, "seed": seed}

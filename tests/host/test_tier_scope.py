@@ -174,6 +174,34 @@ def test_unload_alone_restores_the_flags(pack: HostServer, arch: str, no_restore
     assert pack.flags()[ALLOW_TF32] is False
 
 
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_two_tiered_models_unloaded_in_either_order(
+    pack: HostServer, arch: str, no_restore: None, first: str
+) -> None:
+    """The flag stays while one of the two still holds it, and is back when both are gone."""
+
+    def two_models(unload: str = "") -> dict[str, Any]:
+        graph = Graph()
+        models = {}
+        for label in ("a", "b"):
+            # Seeds of its own for each case: the host would answer the second from its cache.
+            model = graph.tiny_model(arch, seed=ord(first) + ord(label), label=f"{first}_{label}")
+            # Off with one flag on: a lease to hold, and nothing to compile twice.
+            model = graph.speed_tier_advanced(model, "off", f"tier_{label}", tf32="on")
+            graph.sink(graph.sample(model, node_id=f"sampler_{label}"), f"two_{label}")
+            models[label] = model
+        if unload:
+            graph.add("TestUnload", "unload", model=models[unload])
+        return graph.prompt
+
+    pack.run(two_models())
+    assert pack.flags()[ALLOW_TF32] is True
+    assert pack.run(two_models(unload=first)).ui("unload", "unloaded") == 1
+    assert pack.flags()[ALLOW_TF32] is True
+    pack.free(unload_models=True)
+    assert pack.flags()[ALLOW_TF32] is False
+
+
 def test_a_dropped_graph_restores_the_flags_and_frees_the_model(
     pack: HostServer, arch: str, no_restore: None
 ) -> None:
