@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
+from .loader import SpeedTierLoader
 from .report import SpeedTierReport
 from .speed_tier import SpeedTier, SpeedTierAdvanced
 
 NODE_CLASS_MAPPINGS: Final = {
     "SpeedTier": SpeedTier,
     "SpeedTierAdvanced": SpeedTierAdvanced,
+    "SpeedTierLoader": SpeedTierLoader,
     "SpeedTierReport": SpeedTierReport,
 }
 NODE_DISPLAY_NAME_MAPPINGS: Final = {
     "SpeedTier": "Speed Tier",
     "SpeedTierAdvanced": "Speed Tier (Advanced)",
+    "SpeedTierLoader": "Load Diffusion Model (Speed Tier)",
     "SpeedTierReport": "Speed Tier Report",
 }

@@ -18,14 +18,22 @@ _TIER_TOOLTIP = (
 FEATURE_TOOLTIPS = {
     "attention_backend": "Run attention with the fused kernel that measures fastest on this card.",
     "cudnn_benchmark": "Let cudnn measure its convolution algorithms. The transformer has none.",
+    "gguf_dequant": "Dequantise GGUF weights with one kernel a type.",
     "tf32": "fp32 matrix products in TF32: faster on compute capability 8.0 and up, rounds more.",
     "fused_qkv": "One matrix product for q, k and v where the model has three.",
     "regional_compile": "Compile the repeated blocks, once per kind of block.",
 }
 
 
-def _apply(model: Any, tier: str, switches: dict[str, Switch], unique_id: str | None) -> Any:
-    request = TierRequest(resolve_tier(tier, is_gguf=False), switches)
+def apply_tier(
+    model: Any,
+    tier: str,
+    switches: dict[str, Switch],
+    unique_id: str | None,
+    is_gguf: bool = False,
+) -> Any:
+    """A clone of `model` in a tier, whose runs report to the node `unique_id`."""
+    request = TierRequest(resolve_tier(tier, is_gguf), switches)
     opener = routes.opener_for(str(unique_id or ""), _server())
     return comfy.tier_clone(model, request, opener)
 
@@ -56,7 +64,7 @@ class SpeedTier:
         }
 
     def apply(self, model: Any, tier: str, unique_id: str | None = None) -> tuple[Any]:
-        return (_apply(model, tier, {}, unique_id),)
+        return (apply_tier(model, tier, {}, unique_id),)
 
 
 class SpeedTierAdvanced:
@@ -80,4 +88,4 @@ class SpeedTierAdvanced:
         self, model: Any, tier: str, unique_id: str | None = None, **switches: str
     ) -> tuple[Any]:
         chosen = {name: Switch(value) for name, value in switches.items()}
-        return (_apply(model, tier, chosen, unique_id),)
+        return (apply_tier(model, tier, chosen, unique_id),)

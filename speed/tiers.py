@@ -28,7 +28,7 @@ class Switch(str, Enum):
     OFF = "off"
 
 
-_DEFAULT_FEATURES: Final = ("attention_backend", "cudnn_benchmark")
+_DEFAULT_FEATURES: Final = ("attention_backend", "cudnn_benchmark", "gguf_dequant")
 _MAX_ONLY_FEATURES: Final = ("tf32", "fused_qkv", "regional_compile")
 
 TIER_FEATURES: Final[dict[Tier, frozenset[str]]] = {

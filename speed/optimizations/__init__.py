@@ -8,6 +8,7 @@ from .attention_backend import AttentionBackend
 from .base import Optimization
 from .cudnn_benchmark import CudnnBenchmark
 from .fused_qkv import FusedQkv
+from .gguf_dequant import GgufDequant
 from .regional_compile import RegionalCompile
 from .tf32 import Tf32
 
@@ -16,6 +17,7 @@ OPTIMIZATIONS: Final[tuple[Optimization, ...]] = (
     Tf32(),
     CudnnBenchmark(),
     AttentionBackend(),
+    GgufDequant(),
     FusedQkv(),
     RegionalCompile(),
 )

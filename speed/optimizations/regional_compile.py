@@ -86,12 +86,22 @@ class CompileConfig:
 
 
 def kind_signature(block: nn.Module) -> tuple[object, ...]:
-    """What makes two blocks the same kind: class, and name, shape and dtype of every parameter."""
+    """What makes two blocks the same kind: class, and name, shape and type of every parameter.
+
+    The type is the quantisation for a packed weight: Q4_K and Q4_0 take the same bytes.
+    """
     parameters = tuple(
-        (name, tuple(parameter.shape), parameter.dtype, type(parameter).__name__)
+        (
+            name,
+            tuple(parameter.shape),
+            parameter.dtype,
+            type(parameter).__name__,
+            getattr(parameter, "tensor_type", None),
+        )
         for name, parameter in block.named_parameters()
     )
-    return (type(block), parameters)
+    quantised = tuple(getattr(module, "quant_signature", None) for module in block.modules())
+    return (type(block), parameters, quantised)
 
 
 class Kind:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 Link = list[Any]
-FEATURES = ("attention_backend", "cudnn_benchmark", "tf32", "fused_qkv", "regional_compile")
+FEATURES = (
+    "attention_backend",
+    "cudnn_benchmark",
+    "gguf_dequant",
+    "tf32",
+    "fused_qkv",
+    "regional_compile",
+)
 TEXT_WIDTH = {"tiny": 64, "zimage": 2560, "qwen": 3584}
 
 
