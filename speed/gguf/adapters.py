@@ -154,6 +154,8 @@ def _term(strength: float, adapter: Any, offset: Any, shape: tuple[int, int]) ->
     if len(weights) < 5 or any(extra is not None for extra in weights[3:]):
         return None
     up, down, alpha = weights[0], weights[1], weights[2]
+    if up.dim() < 2 or down.dim() < 2:
+        return None  # the host says what does not fit
     up, down = up.flatten(1), down.flatten(1)
     rank = down.shape[0]
     start, rows = 0, shape[0]
@@ -162,6 +164,6 @@ def _term(strength: float, adapter: Any, offset: Any, shape: tuple[int, int]) ->
         if dimension != 0:
             return None
     if up.shape != (rows, rank) or down.shape[1] != shape[1] or start + rows > shape[0]:
-        return None  # the host says what does not fit
+        return None
     scale = strength * (float(alpha) / rank if alpha is not None else 1.0)
     return LowRankTerm(up, down, scale, int(start))

@@ -2,7 +2,8 @@
 
 ComfyUI-GGUF keeps a weight as a uint8 tensor subclass with `tensor_type` (GGUF type id),
 `tensor_shape` (logical) and `patches` ((host patches, key) pairs), in a Linear with a `get_weight`.
-A `ForeignLinear` computes what such a layer computes, from the same bytes.
+A bias is of the same subclass, of a float type. A `ForeignLinear` computes what such a layer
+computes, from the same bytes.
 """
 
 from __future__ import annotations
@@ -37,23 +38,39 @@ class ForeignLinear(QuantLinear):
         self.qtype = int(module.weight.tensor_type)
         self._source: Any = None
         self._source_bias: Any = None
+        self._addresses: tuple[int, int] = (0, 0)
         self._patch_groups: list[Any] = []
+        self._low_rank = True
         self._by_its_own = False
 
-    def is_free(self) -> bool:
-        """Whether nobody else has replaced the layer's forward or hooked it."""
-        module = self.__dict__["module"]
-        return not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
-
     def refresh(self) -> bool:
-        """Follow the layer's current weight; returns whether it has adapters."""
+        """Follow the layer's current weight and patches; returns whether it has adapters."""
         module = self.__dict__["module"]
-        if module.weight is not self._source or module.bias is not self._source_bias:
-            self._source, self._source_bias = module.weight, module.bias
-            self.weight = _plain(module.weight)
-            self.bias = None if module.bias is None else _plain(module.bias)
-            self._read_patches(module.weight)
+        weight, bias = _held(module, "weight"), _held(module, "bias")
+        # A host that moves a module gives a parameter other memory, not another object.
+        addresses = _addresses(weight, bias)
+        if (
+            weight is not self._source
+            or bias is not self._source_bias
+            or addresses != self._addresses
+        ):
+            self._source, self._source_bias, self._addresses = weight, bias, addresses
+            self._take()
+        self._read_patches(weight)
+        # More than low rank, or packed otherwise than at first: the layer's own code does it.
+        self._by_its_own = self.weight is None or not self._low_rank
         return self.adapters is not None
+
+    def fits(self) -> bool:
+        """Whether the layer's weight is packed as it was at first."""
+        form = (self.qtype, self.out_features, self.in_features)
+        return _packed_form(self.__dict__["module"]) == form
+
+    def _take(self) -> None:
+        self.weight = self.bias = None
+        if self.fits():
+            self.weight = _plain(self._source)
+            self.bias = None if self._source_bias is None else _plain(self._source_bias)
 
     def _read_patches(self, weight: Any) -> None:
         groups = [group for group, _ in getattr(weight, "patches", ())]
@@ -62,7 +79,7 @@ class ForeignLinear(QuantLinear):
         self._patch_groups = groups
         patches = [patch for group in groups for patch in group]
         terms = low_rank_terms(patches, (self.out_features, self.in_features))
-        self._by_its_own = terms is None  # more than low rank: the layer's own code does it
+        self._low_rank = terms is not None
         self.adapters = Adapters(terms) if terms else None
 
     def let_go(self) -> None:
@@ -81,30 +98,57 @@ def foreign_layers(denoiser: nn.Module) -> list[ForeignLinear]:
     """A stand-in for every packed Linear of another pack, in module order."""
     state = QuantState()
     state.fast = True
-    return [ForeignLinear(m, state) for m in denoiser.modules() if _is_foreign(m)]
+    return [ForeignLinear(module, state) for module in foreign_modules(denoiser)]
 
 
-def _is_foreign(module: Any) -> bool:
+def foreign_modules(denoiser: nn.Module) -> list[Any]:
+    """The packed Linear layers of another pack, in module order."""
+    return [module for module in denoiser.modules() if _packed_form(module) is not None]
+
+
+def _packed_form(module: Any) -> tuple[int, int, int] | None:
+    """Type, rows and columns of another pack's packed Linear; `None` for any other module."""
     weight = getattr(module, "weight", None)
     shape = getattr(weight, "tensor_shape", None)
     qtype = getattr(weight, "tensor_type", None)
     if not isinstance(weight, Tensor) or shape is None or qtype is None:
-        return False
+        return None
     if not callable(getattr(module, "get_weight", None)) or not hasattr(module, "in_features"):
-        return False
+        return None
     row = BY_ID.get(int(qtype))
     if row is None or len(shape) != 2 or isinstance(module, QuantLinear):
-        return False
+        return None
+    rows, cols = map(int, shape)
     bias = getattr(module, "bias", None)
-    if bias is not None and getattr(bias, "tensor_type", None) is not None:
-        return False
+    if bias is not None and not _is_plain_bias(_plain(bias), rows):
+        return None
     packed = _plain(weight)
-    return (
-        packed.dtype == torch.uint8
-        and packed.is_contiguous()
-        and packed.numel() == row.packed_bytes(*shape)
-        and packed.data_ptr() % 2 == 0
-    )
+    if (
+        packed.dtype != torch.uint8
+        or not packed.is_contiguous()
+        or packed.numel() != row.packed_bytes(rows, cols)
+        or packed.data_ptr() % 2
+    ):
+        return None
+    return int(qtype), rows, cols
+
+
+def _is_plain_bias(bias: Tensor, rows: int) -> bool:
+    return bias.is_floating_point() and bias.shape == (rows,)
+
+
+def _held(module: Any, name: str) -> Any:
+    # Asked for every layer at every call: an attribute of a module costs a microsecond.
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
+def _addresses(weight: Any, bias: Any) -> tuple[int, int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            weight.data_ptr() if isinstance(weight, Tensor) else 0,
+            bias.data_ptr() if isinstance(bias, Tensor) else 0,
+        )
 
 
 def _plain(tensor: Tensor) -> Tensor:

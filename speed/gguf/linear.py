@@ -71,7 +71,8 @@ class QuantLinear(nn.Module):
         # A tensor, because compiled code guards on a number's value but not on a tensor's: all
         # blocks of a kind share one artefact, and each layer still finds its own adapters.
         number = next(_numbers)
-        self._slot = torch.tensor(number, dtype=torch.int64)
+        # On the CPU even where a model is built on the meta device: the op reads it.
+        self._slot = torch.tensor(number, dtype=torch.int64, device="cpu")
         _linears[number] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

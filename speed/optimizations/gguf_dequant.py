@@ -4,7 +4,7 @@ Changes: packed weights are dequantised by one kernel a type in place of a chain
 Faster because: each stored byte is read once, and a layer costs one launch before its product.
 Fidelity: rounding, no worse than the reference (the fp32 value, rounded once).
 Process-wide: nothing.
-Declines: on a model without GGUF weights.
+Declines: on a model without GGUF weights, or where another pack has replaced all their layers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..gguf.foreign import ForeignLinear, foreign_layers
+from ..gguf.foreign import ForeignLinear, foreign_layers, foreign_modules
 from ..gguf.linear import QuantLinear
 from ..kernels import BY_ID, chosen_path
-from ..patching import Patch
+from ..patching import Patch, is_replaced
 from .base import Context, Fidelity, Handle
 
 
@@ -52,21 +52,26 @@ class GgufDequant:
     fidelity: ClassVar[Fidelity] = Fidelity.ROUNDING
 
     def check(self, context: Context) -> str | None:
-        if not _packed(context.denoiser) and not _foreign_of(context.denoiser):
-            return "nothing to do: no GGUF weights"
-        return None
+        foreign = _foreign_of(context.denoiser)
+        if _packed(context.denoiser) or any(map(_is_free, foreign)):
+            return None
+        if foreign:
+            return "another pack has replaced or hooked every GGUF layer"
+        return "nothing to do: no GGUF weights"
 
     def install(self, context: Context) -> Handle:
-        own = _packed(context.denoiser)
-        foreign = [layer for layer in _foreign_of(context.denoiser) if layer.is_free()]
+        own, foreign = _packed(context.denoiser), _foreign_of(context.denoiser)
+        free = [layer for layer in foreign if _is_free(layer)]
         states = {id(layer.state): layer.state for layer in own}
         patches = [Patch(state, "fast", True) for state in states.values()]
-        patches += [Patch(layer.module, "forward", layer.forward) for layer in foreign]
-        notes = [_described([*own, *foreign], context.device)]
+        patches += [Patch(layer.module, "forward", layer.forward) for layer in free]
+        notes = [_described([*own, *free], context.device)]
         notes += [note for state in states.values() for note in state.notes]
-        if foreign:
+        if free:
             notes.append("loaded by another GGUF pack")
-        return _DequantHandle(patches=patches, note="; ".join(notes), foreign=foreign)
+        if left := len(foreign) - len(free):
+            notes.append(f"{left} layers left alone: another pack has replaced or hooked them")
+        return _DequantHandle(patches=patches, note="; ".join(notes), foreign=free)
 
     def release(self, denoiser: nn.Module) -> None:
         """The layers' bytes go with the model."""
@@ -78,9 +83,20 @@ def _packed(denoiser: nn.Module) -> list[QuantLinear]:
 
 
 def _foreign_of(denoiser: nn.Module) -> list[ForeignLinear]:
-    if denoiser not in _foreign:
-        _foreign[denoiser] = foreign_layers(denoiser)
-    return _foreign[denoiser]
+    found, kept = foreign_modules(denoiser), _foreign.get(denoiser, [])
+    if len(found) != len(kept) or any(
+        layer.module is not module or not layer.fits()
+        for layer, module in zip(kept, found, strict=True)
+    ):
+        kept = _foreign[denoiser] = foreign_layers(denoiser)
+    return kept
+
+
+def _is_free(layer: ForeignLinear) -> bool:
+    """Whether nobody else has replaced the layer's forward or hooked it."""
+    module: Any = layer.module
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return not hooked and not is_replaced(module, "forward")
 
 
 def _described(layers: Iterable[QuantLinear], device: torch.device) -> str:
