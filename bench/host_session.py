@@ -47,13 +47,10 @@ def enter_host(comfy: str, allocator: str, host_args: list[str]) -> None:
     sys.modules["speed_tier"] = pack
 
 
-def random_model(family: str, dtype: Any, layers: int | None = None, seed: int = 0) -> Any:
-    """A ModelPatcher over a model with random weights on the host's device.
-
-    Weights are scaled by 0.7 / sqrt(fan in), so that activations neither vanish nor explode.
-    """
-    import comfy.model_management as management
-    import comfy.model_patcher
+def empty_model(
+    family: str, layers: int | None = None, dtype: Any = None, device: Any = "meta"
+) -> Any:
+    """The host's own model class at its real size, weights not set."""
     import comfy.supported_models as supported
     import torch
 
@@ -62,9 +59,21 @@ def random_model(family: str, dtype: Any, layers: int | None = None, seed: int =
         config["n_layers" if family == "z_image" else "num_layers"] = layers
     kind = supported.ZImage if family == "z_image" else supported.QwenImage
     described = kind(config)
-    described.set_inference_dtype(dtype, None)
+    described.set_inference_dtype(dtype or torch.bfloat16, None)
+    return described.get_model({}, "", device=device)
+
+
+def random_model(family: str, dtype: Any, layers: int | None = None, seed: int = 0) -> Any:
+    """A ModelPatcher over a model with random weights on the host's device.
+
+    Weights are scaled by 0.7 / sqrt(fan in), so that activations neither vanish nor explode.
+    """
+    import comfy.model_management as management
+    import comfy.model_patcher
+    import torch
+
     device = management.get_torch_device()
-    model = described.get_model({}, "", device=device)
+    model = empty_model(family, layers, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and "norm" in name and name.endswith("weight"):
@@ -86,6 +95,7 @@ def sample(
     cfg: float = 1.0,
     tokens: int = 64,
     seed: int = 0,
+    callback: Any = None,
 ) -> Any:
     """Latents from the host's own sampling path, (B, 16, [1,] H/8, W/8) float32."""
     import comfy.sample
@@ -109,6 +119,7 @@ def sample(
             condition(1),
             condition(2),
             latent,
+            callback=callback,
             disable_pbar=True,
             seed=seed,
         )

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import subprocess
-import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 from .host_session import REPO, enter_host, random_model, sample
+from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "levers.jsonl"
 # name -> (tier, switches, compile settings)
@@ -168,37 +166,12 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    options.out = options.out.resolve()
-    command = " ".join(["python -m bench.levers", *sys.argv[1:]])
-    commit = (
-        options.commit
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=REPO
-        ).stdout.strip()
-    )
-    comfy = str(Path(options.comfy).resolve())
-    enter_host(comfy, options.allocator, options.host_args)
-    import comfyui_version
-    import torch
-    from speed_tier.speed.env import versions
-
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    facts = {
-        "gpu": gpu,
-        "commit": commit,
-        "allocator": options.allocator,
-        "host": comfyui_version.__version__,
-        "layers": options.layers,
-        "versions": versions(),
-        "command": command,
-    }
+    out, command = options.out.resolve(), command_line("bench.levers")
+    enter_host(str(Path(options.comfy).resolve()), options.allocator, options.host_args)
+    record = Recorder(out, command, options.allocator, options.commit)
 
     def emit(row: dict[str, Any]) -> None:
-        shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
-        print({k: shown[k] for k in shown if k not in ("versions", "peak_bytes")}, flush=True)
-        with options.out.open("a") as file:
-            file.write(json.dumps({**facts, **row}) + "\n")
+        record({"layers": options.layers, **row})
 
     for family in options.families:
         run_family(family, options, emit)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ..speed import Switch, Tier, TierRequest, resolve_tier
+from ..speed import Switch, Tier, TierRequest, configured, resolve_tier
 from ..speed.hosts import comfy
 from . import routes
 
 TIERS = tuple(tier.value for tier in Tier)
+DEQUANT_CACHE_GIB = 4.0
 _SWITCHES = tuple(switch.value for switch in Switch)
 
 _TIER_TOOLTIP = (
@@ -19,6 +20,7 @@ FEATURE_TOOLTIPS = {
     "attention_backend": "Run attention with the fused kernel that measures fastest on this card.",
     "cudnn_benchmark": "Let cudnn measure its convolution algorithms. The transformer has none.",
     "gguf_dequant": "Dequantise GGUF weights with one kernel a type.",
+    "dequant_cache": "Keep the largest GGUF layers dequantised, up to dequant_cache_gib.",
     "tf32": "fp32 matrix products in TF32: faster on compute capability 8.0 and up, rounds more.",
     "fused_qkv": "One matrix product for q, k and v where the model has three.",
     "regional_compile": "Compile the repeated blocks, once per kind of block.",
@@ -31,9 +33,10 @@ def apply_tier(
     switches: dict[str, Switch],
     unique_id: str | None,
     is_gguf: bool = False,
+    settings: dict[str, dict[str, Any]] | None = None,
 ) -> Any:
     """A clone of `model` in a tier, whose runs report to the node `unique_id`."""
-    request = TierRequest(resolve_tier(tier, is_gguf), switches)
+    request = TierRequest(resolve_tier(tier, is_gguf), switches, configured(settings or {}))
     opener = routes.opener_for(str(unique_id or ""), _server())
     return comfy.tier_clone(model, request, opener)
 
@@ -82,10 +85,27 @@ class SpeedTierAdvanced:
             for name, tooltip in FEATURE_TOOLTIPS.items()
         }
         required = SpeedTier.INPUT_TYPES()["required"]
-        return {"required": {**required, **switches}, "hidden": {"unique_id": "UNIQUE_ID"}}
+        budget = {
+            "default": DEQUANT_CACHE_GIB,
+            "min": 0.0,
+            "max": 1024.0,
+            "step": 0.5,
+            "tooltip": "Most device memory, in GiB, for dequant_cache when that is on.",
+        }
+        return {
+            "required": {**required, **switches},
+            "optional": {"dequant_cache_gib": ("FLOAT", budget)},
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
 
     def apply(
-        self, model: Any, tier: str, unique_id: str | None = None, **switches: str
+        self,
+        model: Any,
+        tier: str,
+        unique_id: str | None = None,
+        dequant_cache_gib: float = DEQUANT_CACHE_GIB,
+        **switches: str,
     ) -> tuple[Any]:
         chosen = {name: Switch(value) for name, value in switches.items()}
-        return (apply_tier(model, tier, chosen, unique_id),)
+        settings = {"dequant_cache": {"budget_gib": dequant_cache_gib}}
+        return (apply_tier(model, tier, chosen, unique_id, settings=settings),)

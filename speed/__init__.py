@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .apply import Call, Run, TieredModel, TierRequest
+from .apply import Call, Run, TieredModel, TierRequest, configured
 from .report import REPORTS, Report
 from .tiers import Switch, Tier, resolve_tier
 
@@ -15,5 +15,6 @@ __all__ = [
     "Tier",
     "TierRequest",
     "TieredModel",
+    "configured",
     "resolve_tier",
 ]

@@ -17,6 +17,7 @@ and a merge under TF32 would stay in the weights after the run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import threading
@@ -43,6 +44,24 @@ log = logging.getLogger("speed_tier.apply")
 
 T = TypeVar("T")
 Publish = Callable[[str, dict[str, Any]], None]
+
+
+def configured(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Optimization, ...]:
+    """The table of optimizations with some settings changed.
+
+    Args:
+        settings: Fields of an optimization's config, by the optimization's name.
+
+    Raises:
+        ValueError: A value that the config refuses.
+    """
+    table: list[Any] = []
+    for row in OPTIMIZATIONS:
+        if values := settings.get(row.name):
+            changed: Any = row
+            row = dataclasses.replace(changed, config=dataclasses.replace(changed.config, **values))
+        table.append(row)
+    return tuple(table)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class Switch(str, Enum):
 
 
 _DEFAULT_FEATURES: Final = ("attention_backend", "cudnn_benchmark", "gguf_dequant")
+# Planned in no tier: only where the Advanced node says "on".
+ADVANCED_ONLY: Final = ("dequant_cache",)
 _MAX_ONLY_FEATURES: Final = ("tf32", "fused_qkv", "regional_compile")
 
 TIER_FEATURES: Final[dict[Tier, frozenset[str]]] = {

@@ -50,6 +50,7 @@ class QuantLinear(nn.Module):
         qtype: GGUF type id.
         state: shared by the model's packed layers.
         adapters: LoRA and the like on this weight, or `None`.
+        dense: the dequantised weight where `gguf.cache` keeps it, or `None`.
     """
 
     weight: nn.Parameter | None
@@ -64,6 +65,7 @@ class QuantLinear(nn.Module):
         self.qtype: int | None = None
         self.state = QuantState()
         self.adapters: Adapters | None = None
+        self.dense: Tensor | None = None
         self._in_file = False
         self._take_slot()
 
@@ -110,6 +112,8 @@ class QuantLinear(nn.Module):
 
     def dense_weight(self, dtype: torch.dtype, packed: Tensor | None = None) -> Tensor:
         """The weight without adapters, `(out_features, in_features)` of `dtype`."""
+        if self.dense is not None and self.state.fast and self.dense.dtype is dtype:
+            return self.dense
         packed = self.weight if packed is None else packed
         assert packed is not None and self.qtype is not None
         if dtype is _FLOAT_VIEWS.get(self.qtype):

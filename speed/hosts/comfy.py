@@ -189,10 +189,12 @@ def _describe_call(model: Any, x: torch.Tensor, context: Any, options: dict[str,
     dtype = manual_cast if manual_cast is not None else getattr(denoiser, "dtype", x.dtype)
     shape = tuple(x.shape) if x.ndim >= 4 else (x.shape[0], 1, 1, x[0].numel())
     tokens = int(context.shape[1]) if isinstance(context, torch.Tensor) and context.ndim > 2 else 0
-    return Call(denoiser, x.device, dtype, shape, tokens, _host_facts(model, denoiser, options))
+    return Call(denoiser, x.device, dtype, shape, tokens, _host_facts(model, x, denoiser, options))
 
 
-def _host_facts(model: Any, denoiser: nn.Module, options: dict[str, Any]) -> HostFacts:
+def _host_facts(
+    model: Any, x: torch.Tensor, denoiser: nn.Module, options: dict[str, Any]
+) -> HostFacts:
     import comfy.ldm.modules.attention as attention
     import comfy.model_management
     import comfy.ops
@@ -208,7 +210,17 @@ def _host_facts(model: Any, denoiser: nn.Module, options: dict[str, Any]) -> Hos
         attention_in_use=in_use,
         attention=getattr(comfy.ops, "scaled_dot_product_attention", None),
         check_interrupt=comfy.model_management.throw_exception_if_processing_interrupted,
+        spare_bytes=lambda: _spare_bytes(model, x),
     )
+
+
+def _spare_bytes(model: Any, x: torch.Tensor) -> int:
+    """Device memory left over by one forward on `x`, as the host estimates it."""
+    import comfy.model_management as management
+
+    free = management.get_free_memory(x.device)
+    needed = max(model.memory_required(list(x.shape)), management.minimum_inference_memory())
+    return int(free - needed)
 
 
 def _compiled_by(denoiser: nn.Module, options: dict[str, Any]) -> str:

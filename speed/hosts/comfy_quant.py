@@ -25,6 +25,7 @@ from comfy.patcher_extension import CallbacksMP
 from torch import Tensor, nn
 
 from ..gguf.adapters import Adapters, low_rank_terms
+from ..gguf.cache import drop_cache
 from ..gguf.linear import QuantLinear, QuantState
 
 
@@ -184,8 +185,13 @@ class QuantModelPatcher(comfy.model_patcher.ModelPatcher):
                 self._swap_patches(device_to)
         return super().partially_load(device_to, extra_memory, force_patch_weights)
 
-    def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
-        freed = super().partially_unload(*args, **kwargs)
+    def partially_unload(
+        self, device_to: torch.device, memory_to_free: int = 0, force_patch_weights: bool = False
+    ) -> Any:
+        freed = drop_cache(packed_layers(self.model).values())
+        if freed and freed >= memory_to_free:
+            return freed
+        freed += super().partially_unload(device_to, memory_to_free - freed, force_patch_weights)
         self._drop_weight_patches()
         return freed
 

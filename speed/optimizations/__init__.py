@@ -7,6 +7,7 @@ from typing import Final
 from .attention_backend import AttentionBackend
 from .base import Optimization
 from .cudnn_benchmark import CudnnBenchmark
+from .dequant_cache import DequantCache
 from .fused_qkv import FusedQkv
 from .gguf_dequant import GgufDequant
 from .regional_compile import RegionalCompile
@@ -18,6 +19,7 @@ OPTIMIZATIONS: Final[tuple[Optimization, ...]] = (
     CudnnBenchmark(),
     AttentionBackend(),
     GgufDequant(),
+    DequantCache(),
     FusedQkv(),
     RegionalCompile(),
 )

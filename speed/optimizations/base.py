@@ -35,6 +35,7 @@ class HostFacts:
         attention_in_use: Why the attention function is not ours to choose, "" if it is.
         attention: The attention the host would run: (q, k, v) of (B, H, N, D); None = plain SDPA.
         check_interrupt: Raises if the user cancelled; called between blocks.
+        spare_bytes: Device memory that neither the weights nor one forward of this size need.
     """
 
     compiled_by: str = ""
@@ -42,6 +43,7 @@ class HostFacts:
     attention_in_use: str = ""
     attention: Callable[..., torch.Tensor] | None = None
     check_interrupt: Callable[[], None] | None = None
+    spare_bytes: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)

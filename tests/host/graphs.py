@@ -9,6 +9,7 @@ FEATURES = (
     "attention_backend",
     "cudnn_benchmark",
     "gguf_dequant",
+    "dequant_cache",
     "tf32",
     "fused_qkv",
     "regional_compile",

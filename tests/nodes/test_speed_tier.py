@@ -22,7 +22,12 @@ def cloned(monkeypatch, host):
 
 
 def test_ids_and_names_stay():
-    assert list(nodes.NODE_CLASS_MAPPINGS) == ["SpeedTier", "SpeedTierAdvanced", "SpeedTierReport"]
+    assert list(nodes.NODE_CLASS_MAPPINGS) == [
+        "SpeedTier",
+        "SpeedTierAdvanced",
+        "SpeedTierLoader",
+        "SpeedTierReport",
+    ]
     assert set(nodes.NODE_DISPLAY_NAME_MAPPINGS) == set(nodes.NODE_CLASS_MAPPINGS)
     assert list(SpeedTier.INPUT_TYPES()["required"]) == ["model", "tier"]
 
@@ -64,6 +69,20 @@ def test_advanced_hands_its_switches_on(cloned):
     assert not request.is_off
     SpeedTierAdvanced().apply("a model", "off", "9", tf32="auto")
     assert cloned[1][1].is_off
+
+
+def test_advanced_hands_the_cache_its_budget(cloned):
+    budget, options = SpeedTierAdvanced.INPUT_TYPES()["optional"]["dequant_cache_gib"]
+    assert (budget, options["min"]) == ("FLOAT", 0.0)
+    SpeedTierAdvanced().apply("a model", "default", "9", dequant_cache="on", dequant_cache_gib=1.5)
+    SpeedTierAdvanced().apply("a model", "default", "9")
+    budgets = []
+    for _, request, _ in cloned:
+        table = {row.name: row for row in request.optimizations}
+        assert list(table) == [row.name for row in OPTIMIZATIONS]
+        budgets.append(table["dequant_cache"].config.budget_gib)
+    assert budgets == [1.5, options["default"]]
+    assert cloned[0][1].switches == {"dequant_cache": Switch.ON}
 
 
 def test_an_unknown_tier_lists_the_three(cloned):

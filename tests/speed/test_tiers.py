@@ -2,7 +2,14 @@
 
 import pytest
 from speed_tier.speed.optimizations import OPTIMIZATIONS
-from speed_tier.speed.tiers import TIER_FEATURES, Switch, Tier, planned_features, resolve_tier
+from speed_tier.speed.tiers import (
+    ADVANCED_ONLY,
+    TIER_FEATURES,
+    Switch,
+    Tier,
+    planned_features,
+    resolve_tier,
+)
 
 NAMES = [optimization.name for optimization in OPTIMIZATIONS]
 
@@ -15,6 +22,7 @@ INSTALL_ORDER = [
     "channels_last",
     "eager_patches",
     "gguf_dequant",
+    "dequant_cache",
     "fused_qkv",
     "regional_compile",
     "graph_capture",
@@ -39,7 +47,8 @@ def test_nothing_in_default_waits_for_a_compile_or_lossy_numbers():
 
 def test_every_planned_feature_exists_and_every_feature_is_planned():
     planned = set().union(*TIER_FEATURES.values())
-    assert planned == set(NAMES)
+    assert planned | set(ADVANCED_ONLY) == set(NAMES)
+    assert not planned & set(ADVANCED_ONLY)
     assert len(NAMES) == len(set(NAMES))
 
 
