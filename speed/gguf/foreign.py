@@ -36,8 +36,8 @@ class ForeignLinear(QuantLinear):
         self.__dict__["module"] = module
         self.state = state
         self.qtype = int(module.weight.tensor_type)
-        self._source: Any = None
-        self._source_bias: Any = None
+        # In a tuple, so that they do not become parameters of this module.
+        self._source: tuple[Any, Any] = (None, None)
         self._addresses: tuple[int, int] = (0, 0)
         self._patch_groups: list[Any] = []
         self._low_rank = True
@@ -46,17 +46,13 @@ class ForeignLinear(QuantLinear):
     def refresh(self) -> bool:
         """Follow the layer's current weight and patches; returns whether it has adapters."""
         module = self.__dict__["module"]
-        weight, bias = _held(module, "weight"), _held(module, "bias")
+        source = (_held(module, "weight"), _held(module, "bias"))
         # A host that moves a module gives a parameter other memory, not another object.
-        addresses = _addresses(weight, bias)
-        if (
-            weight is not self._source
-            or bias is not self._source_bias
-            or addresses != self._addresses
-        ):
-            self._source, self._source_bias, self._addresses = weight, bias, addresses
+        addresses = _addresses(*source)
+        if addresses != self._addresses or not all(map(is_, source, self._source)):
+            self._source, self._addresses = source, addresses
             self._take()
-        self._read_patches(weight)
+        self._read_patches(source[0])
         # More than low rank, or packed otherwise than at first: the layer's own code does it.
         self._by_its_own = self.weight is None or not self._low_rank
         return self.adapters is not None
@@ -69,8 +65,9 @@ class ForeignLinear(QuantLinear):
     def _take(self) -> None:
         self.weight = self.bias = None
         if self.fits():
-            self.weight = _plain(self._source)
-            self.bias = None if self._source_bias is None else _plain(self._source_bias)
+            weight, bias = self._source
+            self.weight = _plain(weight)
+            self.bias = None if bias is None else _plain(bias)
 
     def _read_patches(self, weight: Any) -> None:
         groups = [group for group, _ in getattr(weight, "patches", ())]
@@ -84,7 +81,8 @@ class ForeignLinear(QuantLinear):
 
     def let_go(self) -> None:
         """Keep no weight between runs: the host may move the model away."""
-        self._source = self._source_bias = self.weight = self.bias = None
+        self._source = (None, None)
+        self.weight = self.bias = None
 
     def forward(self, input: Tensor) -> Tensor:
         if self._by_its_own:
