@@ -84,15 +84,14 @@ def with_lora(model: Any, rank: int) -> Any:
 
     generator = torch.Generator().manual_seed(rank)
     patches = {}
-    for key, value in model.model.state_dict().items():
-        is_block = ".layers." in key or ".transformer_blocks." in key
-        if not is_block or not key.endswith(".weight") or "norm" in key or value.ndim < 2:
+    for name, module in model.model.named_modules():
+        is_block = ".layers." in name or ".transformer_blocks." in name
+        if not is_block or not hasattr(module, "in_features"):
             continue
-        module = model.model.get_submodule(key.removesuffix(".weight"))
         up = torch.randn(module.out_features, rank, generator=generator) * 0.01
         down = torch.randn(rank, module.in_features, generator=generator) * 0.01
         weights = (up.bfloat16(), down.bfloat16(), None, None, None, None)
-        patches[key] = comfy.weight_adapter.LoRAAdapter(set(), weights)
+        patches[f"{name}.weight"] = comfy.weight_adapter.LoRAAdapter(set(), weights)
     clone = model.clone()
     clone.add_patches(patches, 1.0)
     return clone
@@ -134,8 +133,8 @@ def _added_to_the_weight(layer: Any, input: Any, packed: Any, bias: Any) -> Any:
     return F.linear(input, dense, bias)
 
 
-def timed_run(model: Any, family: str, size: int, steps: int) -> tuple[list[float], float]:
-    """Milliseconds between sampler callbacks, and seconds of the whole run."""
+def timed_run(model: Any, family: str, size: int, steps: int) -> tuple[list[float], float, Any]:
+    """Milliseconds between sampler callbacks, seconds of the whole run, and the latents."""
     import torch
 
     marks: list[Any] = []
@@ -149,26 +148,31 @@ def timed_run(model: Any, family: str, size: int, steps: int) -> tuple[list[floa
             marks.append(time.perf_counter())
 
     started = time.perf_counter()
-    sample(model, family, size, size, steps=steps, callback=callback)
+    latents = sample(model, family, size, size, steps=steps, callback=callback)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     total_s = time.perf_counter() - started
     pairs = list(itertools.pairwise(marks))
     if torch.cuda.is_available():
-        return [a.elapsed_time(b) for a, b in pairs], total_s
-    return [1000 * (b - a) for a, b in pairs], total_s
+        return [a.elapsed_time(b) for a, b in pairs], total_s, latents
+    return [1000 * (b - a) for a, b in pairs], total_s, latents
 
 
-def measure(model: Any, runner: str, family: str, size: int, steps: int) -> dict[str, Any]:
+def measure(
+    model: Any, runner: str, family: str, size: int, steps: int, references: dict[Any, Any]
+) -> dict[str, Any]:
     import torch
     from speed_tier.speed import REPORTS
 
     runs_before = len(REPORTS.runs())
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    _, first_run_s = timed_run(model, family, size, steps)
-    steps_ms, second_run_s = timed_run(model, family, size, steps)
-    again_ms, _ = timed_run(model, family, size, steps)
+    _, first_run_s, _ = timed_run(model, family, size, steps)
+    steps_ms, second_run_s, latents = timed_run(model, family, size, steps)
+    again_ms, _, _ = timed_run(model, family, size, steps)
+    # One-step latents: over more steps two right answers drift apart.
+    one_step = sample(model, family, size, size, steps=1).double()
+    reference = references.setdefault((size, bool(RUNNERS[runner][2])), one_step)
     ordered = sorted(steps_ms + again_ms)
     row = {
         "ms_p50": statistics.median(ordered),
@@ -177,6 +181,9 @@ def measure(model: Any, runner: str, family: str, size: int, steps: int) -> dict
         "first_run_s": first_run_s,
         "first_run_tax_s": first_run_s - second_run_s,
         "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        # Against the first runner of the same file with the same LoRA, or none.
+        "distance": float((one_step - reference).norm() / reference.norm()),
+        "finite": bool(latents.isfinite().all()),
     }
     if len(REPORTS.runs()) > runs_before or RUNNERS[runner][1]:
         newest = max(REPORTS.runs(), key=lambda run: run.started_unix_s)
@@ -185,7 +192,9 @@ def measure(model: Any, runner: str, family: str, size: int, steps: int) -> dict
     return row
 
 
-def run_runner(runner: str, path: Path, family: str, pack: Any, options: Any, emit: Any) -> None:
+def run_runner(
+    runner: str, path: Path, family: str, pack: Any, options: Any, references: Any, emit: Any
+) -> None:
     import comfy.model_management as management
     import torch
 
@@ -201,7 +210,7 @@ def run_runner(runner: str, path: Path, family: str, pack: Any, options: Any, em
             if tier:
                 model = tiered(model, tier)
         for size in options.sizes:
-            row = measure(model, runner, family, size, options.steps)
+            row = measure(model, runner, family, size, options.steps, references)
             emit({"runner": runner, "width": size, "height": size, "load_s": load_s, **row})
     finally:
         restore()
@@ -214,6 +223,7 @@ def run_runner(runner: str, path: Path, family: str, pack: Any, options: Any, em
 def run_family(family: str, pack: Any, options: argparse.Namespace, emit: Any) -> None:
     path = Path(options.folder) / f"speed_tier_bench_{family}.gguf"
     deadline = time.monotonic() + options.budget_s
+    references: dict[Any, Any] = {}
     try:
         counts = write_model(path, family, options.recipe, options.layers)
         print(f"{path.name}: {path.stat().st_size / 1e9:.2f} GB, {counts}", flush=True)
@@ -225,7 +235,7 @@ def run_family(family: str, pack: Any, options: argparse.Namespace, emit: Any) -
                 emit({"runner": runner, "failed": "out of time"})
                 continue
             try:
-                run_runner(runner, path, family, pack, options, emit)
+                run_runner(runner, path, family, pack, options, references, emit)
             except Exception as error:
                 traceback.print_exc()
                 emit({"runner": runner, "failed": repr(error)[:300]})

@@ -131,8 +131,15 @@ class QuantLinear(nn.Module):
 
     def product(self, input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's output from a weight and a bias that are where the input is."""
-        if not self.state.adapted:
-            return F.linear(input, self.dense_weight(input.dtype, packed), bias)
+        state = self.state
+        if not state.adapted:
+            dtype = input.dtype
+            if state.fast and self.dense is None and self.qtype not in _FLOAT_VIEWS:
+                # What `dense_weight` comes to, without its questions: the path that counts.
+                dense = dequantize(packed, self.qtype, self.out_features, self.in_features, dtype)
+            else:
+                dense = self.dense_weight(dtype, packed)
+            return F.linear(input, dense, bias)
         if torch.compiler.is_compiling():
             assert self.qtype is not None
             return torch.ops.speed_tier.adapted_linear(

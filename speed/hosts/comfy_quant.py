@@ -106,15 +106,18 @@ class QuantOperations(comfy.ops.manual_cast):
             if self.qtype is None:
                 return comfy.ops.manual_cast.Linear.forward(self, input)
             comfy.ops.run_every_op()
-            assert self.weight is not None
-            bias = self.bias
+            # Once each: a parameter of a module is found the slow way, and at 512 px the CPU's
+            # share of a layer is its cost.
+            weight, bias = self.weight, self.bias
+            assert weight is not None
+            device = input.device
             if (
-                self.weight.device == input.device
-                and (bias is None or (bias.device == input.device and bias.dtype == input.dtype))
+                weight.device == device
+                and (bias is None or (bias.dtype == input.dtype and bias.device == device))
                 and not self.weight_function
                 and not self.bias_function
             ):
-                return self.product(input, self.weight, bias)
+                return self.product(input, weight, bias)
             return self.forward_comfy_cast_weights(input)
 
         def forward_comfy_cast_weights(self, input: Tensor) -> Tensor:
