@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,10 @@ def load_pack(path: Path, pack: Any) -> Any:
 
 def import_pack(folder: str) -> Any:
     """The pack, imported as the host does."""
+    try:
+        import nodes  # noqa: F401 - the host's; it wants packages that sampling does not
+    except ImportError:
+        sys.modules["nodes"] = types.ModuleType("nodes")  # the pack's text encoder nodes use it
     name = folder.replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, Path(folder) / "__init__.py")
     assert spec is not None and spec.loader is not None
