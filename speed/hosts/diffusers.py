@@ -21,6 +21,7 @@ from torch import nn
 from ..apply import Call, Run, TieredModel, TierRequest
 from ..errors import UnsupportedModelError
 from ..families import detect_family, not_ours
+from ..gguf.linear import QuantLinear
 from ..optimizations import OPTIMIZATIONS
 from ..optimizations.base import Optimization
 from ..patching import Patch, PatchSet
@@ -30,7 +31,7 @@ from ..tiers import Switch, resolve_tier
 
 def apply_tier(
     transformer: nn.Module,
-    tier: str,
+    tier: str | None = None,
     switches: Mapping[str, Switch] | None = None,
     optimizations: tuple[Optimization, ...] = OPTIMIZATIONS,
 ) -> TierHandle:
@@ -38,7 +39,7 @@ def apply_tier(
 
     Args:
         transformer: The module; its weights are where they will compute.
-        tier: "off", "default" or "max".
+        tier: "off", "default" or "max"; unset, "default" for GGUF weights and "off" for others.
         switches: Per-feature choices, by feature name.
 
     Raises:
@@ -47,7 +48,8 @@ def apply_tier(
     """
     if detect_family(transformer) is None:
         raise UnsupportedModelError(f"Speed Tier: {not_ours(transformer)}.")
-    request = TierRequest(resolve_tier(tier, is_gguf=False), switches or {}, optimizations)
+    is_gguf = any(isinstance(module, QuantLinear) for module in transformer.modules())
+    request = TierRequest(resolve_tier(tier, is_gguf), switches or {}, optimizations)
     return TierHandle(transformer, TieredModel(request))
 
 

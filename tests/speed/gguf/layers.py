@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,16 @@ class Random:
             values = self.tensor(rows)
             layer.bias = as_parameter(StoredTensor.of(values, Q.F32, (rows,)))
         return layer, dense
+
+
+def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]) -> list[Any]:
+    """Replace every Linear for which there is another; returns the new ones, in module order."""
+    made = []
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear and (new := make(module)) is not None:
+            model.set_submodule(path, new)
+            made.append(new)
+    return made
 
 
 def exact(x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
