@@ -111,15 +111,21 @@ class QuantLinear(nn.Module):
         return self.qtype
 
     def dense_weight(self, dtype: torch.dtype, packed: Tensor | None = None) -> Tensor:
-        """The weight without adapters, `(out_features, in_features)` of `dtype`."""
-        if self.dense is not None and self.state.fast and self.dense.dtype is dtype:
-            return self.dense
+        """The weight without adapters, `(out_features, in_features)` of `dtype`.
+
+        Never the cached one: a caller may change what it gets.
+        """
         packed = self.weight if packed is None else packed
         assert packed is not None and self.qtype is not None
         if dtype is _FLOAT_VIEWS.get(self.qtype):
             return packed.view(dtype).view(self.out_features, self.in_features)
         path = None if self.state.fast else "reference"
         return dequantize(packed, self.qtype, self.out_features, self.in_features, dtype, path)
+
+    def _weight_to_read(self, dtype: torch.dtype, packed: Tensor) -> Tensor:
+        if self.dense is not None and self.state.fast and self.dense.dtype is dtype:
+            return self.dense
+        return self.dense_weight(dtype, packed)
 
     def forward(self, input: Tensor) -> Tensor:
         assert self.weight is not None
@@ -135,10 +141,11 @@ class QuantLinear(nn.Module):
         if not state.adapted:
             dtype = input.dtype
             if state.fast and self.dense is None and self.qtype not in _FLOAT_VIEWS:
-                # What `dense_weight` comes to, without its questions: the path that counts.
+                # What the other comes to, without its questions: the path that counts.
+                assert self.qtype is not None
                 dense = dequantize(packed, self.qtype, self.out_features, self.in_features, dtype)
             else:
-                dense = self.dense_weight(dtype, packed)
+                dense = self._weight_to_read(dtype, packed)
             return F.linear(input, dense, bias)
         if torch.compiler.is_compiling():
             assert self.qtype is not None
@@ -153,7 +160,7 @@ class QuantLinear(nn.Module):
         if adapters is not None and adapters.rewrite is not None:
             dense = adapters.rewrite(self.dense_weight(torch.float32, packed))
             return F.linear(input, dense.to(input.dtype), bias)
-        output = F.linear(input, self.dense_weight(input.dtype, packed), bias)
+        output = F.linear(input, self._weight_to_read(input.dtype, packed), bias)
         if adapters is not None:
             adapters.add_to(output, input)
         return output

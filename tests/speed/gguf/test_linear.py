@@ -254,6 +254,18 @@ def test_a_rewrite_gets_the_fp32_weight_and_may_change_it(rng):
     assert seen == [torch.float32] * 2
 
 
+def test_a_rewrite_changes_no_cached_weight(rng):
+    layer, dense = rng.layer("Q8_0", 7, 64)
+    layer.state.fast = layer.state.adapted = True
+    layer.dense = layer.dense_weight(torch.float32)
+    layer.adapters = Adapters(rewrite=lambda weight: weight.mul_(2))
+    x = rng.tensor(2, 64)
+    for _ in range(2):
+        check_close(layer(x), x, 2 * dense, layer.bias)
+    layer.adapters = None
+    check_close(layer(x), x, dense, layer.bias)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bias", [True, False])
 def test_op_passes_opcheck(rng, bias):
