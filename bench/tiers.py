@@ -167,12 +167,11 @@ def measure(
     model: Any, runner: str, family: str, size: int, steps: int, references: dict[Any, Any]
 ) -> dict[str, Any]:
     import torch
-    from speed_tier.speed import REPORTS
 
-    runs_before = len(REPORTS.runs())
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     _, first_run_s, _ = timed_run(model, family, size, steps)
+    first = _newest_report() if RUNNERS[runner][1] else None
     steps_ms, second_run_s, latents = timed_run(model, family, size, steps)
     again_ms, _, _ = timed_run(model, family, size, steps)
     # One-step latents: over more steps two right answers drift apart.
@@ -190,11 +189,16 @@ def measure(
         "distance": float((one_step - reference).norm() / reference.norm()),
         "finite": bool(latents.isfinite().all()),
     }
-    if len(REPORTS.runs()) > runs_before or RUNNERS[runner][1]:
-        newest = max(REPORTS.runs(), key=lambda run: run.started_unix_s)
-        row["engaged"] = newest.engaged()
-        row["compile_s"] = newest.compile.seconds
+    if first is not None:
+        row["engaged"] = _newest_report().engaged()
+        row["compile_s"] = first.compile.seconds
     return row
+
+
+def _newest_report() -> Any:
+    from speed_tier.speed import REPORTS
+
+    return max(REPORTS.runs(), key=lambda run: run.started_unix_s)
 
 
 def run_runner(
