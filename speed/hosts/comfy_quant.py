@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from comfy.patcher_extension import CallbacksMP
 from torch import Tensor, nn
 
+from ..errors import SpeedTierError
 from ..gguf.adapters import Adapters, low_rank_terms
 from ..gguf.cache import drop_cache
 from ..gguf.linear import QuantLinear, QuantState
@@ -183,7 +184,9 @@ class QuantModelPatcher(comfy.model_patcher.ModelPatcher):
     def partially_load(
         self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False
     ) -> Any:
-        if self._only_patches_changed(device_to, force_patch_weights):
+        if force_patch_weights:
+            self._refuse_to_save()
+        if self._only_patches_changed(device_to):
             with self.use_ejected(skip_and_inject_on_exit_only=True):
                 self._swap_patches(device_to)
         return super().partially_load(device_to, extra_memory, force_patch_weights)
@@ -265,6 +268,18 @@ class QuantModelPatcher(comfy.model_patcher.ModelPatcher):
                 layers[key].adapters = self._adapters(key, layers[key], self.patches.get(key, ()))
         return result
 
+    def model_state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_to_save()
+        return super().model_state_dict_for_saving(*args, **kwargs)
+
+    def _refuse_to_save(self) -> None:
+        """Hosts save what they find: of a packed layer that would be its bytes, as weights."""
+        if packed_layers(self.model):
+            raise SpeedTierError(
+                "Saving a model or extracting a LoRA needs dense weights; found a GGUF model. "
+                "Load the safetensors file of the model and save from that."
+            )
+
     def _packed(self, key: str) -> QuantOperations.Linear | None:
         path, _, name = key.rpartition(".")
         if name != "weight":
@@ -321,16 +336,18 @@ class QuantModelPatcher(comfy.model_patcher.ModelPatcher):
             if len(kept) != len(layer.weight_function):
                 layer.weight_function = kept
 
-    def _only_patches_changed(self, device_to: torch.device, force_patch_weights: bool) -> bool:
+    def _only_patches_changed(self, device_to: torch.device) -> bool:
         model = self.model
         loaded = model.current_weight_patches_uuid
         return (
             loaded is not None
             and loaded != self.patches_uuid
-            and not force_patch_weights
             and not model.model_lowvram
             and model.model_loaded_weight_memory > 0
             and model.device == device_to
+            # The host puts functions on weights, and takes them off, when it loads.
+            and not self.weight_wrapper_patches
+            and not any(map(_has_functions, model.modules()))
         )
 
     def _swap_patches(self, device_to: torch.device) -> None:
@@ -342,12 +359,18 @@ class QuantModelPatcher(comfy.model_patcher.ModelPatcher):
             else:
                 comfy.utils.set_attr_param(self.model, key, backup.weight.to(device_to))
         self.backup.clear()
-        for key in self.patches:
-            self.patch_weight_to_device(key, device_to=device_to)
+        for *_, path, _, names in self._load_list():
+            for name in names:  # and no other parameter: the host leaves those of a model alone
+                if (key := f"{path}.{name}") in self.patches:
+                    self.patch_weight_to_device(key, device_to=device_to)
         self._attach_adapters()
         self.model.current_weight_patches_uuid = self.patches_uuid
         for callback in self.get_all_callbacks(CallbacksMP.ON_LOAD):
             callback(self, device_to, 0, False, True)
+
+
+def _has_functions(module: nn.Module) -> bool:
+    return bool(getattr(module, "weight_function", ()) or getattr(module, "bias_function", ()))
 
 
 def _by_state(
