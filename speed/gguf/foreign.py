@@ -8,8 +8,9 @@ computes, from the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import is_
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from ..kernels import BY_ID
 from .adapters import Adapters, low_rank_terms
 from .linear import QuantLinear, QuantState
+
+# A weight, a bias, and where they lie.
+_NOTHING: Final = (None, None, 0, 0)
 
 
 class ForeignLinear(QuantLinear):
@@ -37,24 +41,29 @@ class ForeignLinear(QuantLinear):
         self.state = state
         self.qtype = int(module.weight.tensor_type)
         # In a tuple, so that they do not become parameters of this module.
-        self._source: tuple[Any, Any] = (None, None)
-        self._addresses: tuple[int, int] = (0, 0)
+        self._source: tuple[Any, ...] = _NOTHING
         self._patch_groups: list[Any] = []
         self._low_rank = True
         self._by_its_own = False
 
     def refresh(self) -> bool:
         """Follow the layer's current weight and patches; returns whether it has adapters."""
+        # Run for every layer at every call. Nothing is assigned that has not changed: an
+        # assignment on a module costs several microseconds.
         module = self.__dict__["module"]
-        source = (_held(module, "weight"), _held(module, "bias"))
-        # A host that moves a module gives a parameter other memory, not another object.
-        addresses = _addresses(*source)
-        if addresses != self._addresses or not all(map(is_, source, self._source)):
-            self._source, self._addresses = source, addresses
-            self._take()
-        self._read_patches(source[0])
-        # More than low rank, or packed otherwise than at first: the layer's own code does it.
-        self._by_its_own = self.weight is None or not self._low_rank
+        weight, bias = _held(module, "weight"), _held(module, "bias")
+        source = self._source
+        if (
+            weight is not source[0]
+            or bias is not source[1]
+            # A host that moves a module gives a parameter other memory, not another object.
+            or (weight is not None and weight.data_ptr() != source[2])
+            or (bias is not None and bias.data_ptr() != source[3])
+        ):
+            self._take(weight, bias)
+        groups = getattr(weight, "patches", ())
+        if groups or self._patch_groups:
+            self._read_patches([group for group, _ in groups])
         return self.adapters is not None
 
     def fits(self) -> bool:
@@ -62,15 +71,16 @@ class ForeignLinear(QuantLinear):
         form = (self.qtype, self.out_features, self.in_features)
         return _packed_form(self.__dict__["module"]) == form
 
-    def _take(self) -> None:
+    def _take(self, weight: Any, bias: Any) -> None:
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (weight, bias)]
+        self._source = (weight, bias, *addresses)
         self.weight = self.bias = None
         if self.fits():
-            weight, bias = self._source
             self.weight = _plain(weight)
             self.bias = None if bias is None else _plain(bias)
+        self._choose()
 
-    def _read_patches(self, weight: Any) -> None:
-        groups = [group for group, _ in getattr(weight, "patches", ())]
+    def _read_patches(self, groups: list[Any]) -> None:
         if len(groups) == len(self._patch_groups) and all(map(is_, groups, self._patch_groups)):
             return
         self._patch_groups = groups
@@ -78,10 +88,15 @@ class ForeignLinear(QuantLinear):
         terms = low_rank_terms(patches, (self.out_features, self.in_features))
         self._low_rank = terms is not None
         self.adapters = Adapters(terms) if terms else None
+        self._choose()
+
+    def _choose(self) -> None:
+        # More than low rank, or packed otherwise than at first: the layer's own code does it.
+        self._by_its_own = self.weight is None or not self._low_rank
 
     def let_go(self) -> None:
         """Keep no weight between runs: the host may move the model away."""
-        self._source = (None, None)
+        self._source = _NOTHING
         self.weight = self.bias = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -96,12 +111,28 @@ def foreign_layers(denoiser: nn.Module) -> list[ForeignLinear]:
     """A stand-in for every packed Linear of another pack, in module order."""
     state = QuantState()
     state.fast = True
-    return [ForeignLinear(module, state) for module in foreign_modules(denoiser)]
+    found = (module for module in denoiser.modules() if _packed_form(module) is not None)
+    return [ForeignLinear(module, state) for module in found]
 
 
-def foreign_modules(denoiser: nn.Module) -> list[Any]:
-    """The packed Linear layers of another pack, in module order."""
-    return [module for module in denoiser.modules() if _packed_form(module) is not None]
+def typed_weights(denoiser: nn.Module) -> list[tuple[Any, ...]]:
+    """Module, type and shape of every weight that says its type: what `foreign_layers` goes by.
+
+    A cheap look, for asking whether anything has changed.
+    """
+    found: list[tuple[Any, ...]] = []
+    for module in denoiser.modules():
+        weight = module._parameters.get("weight")
+        if (qtype := getattr(weight, "tensor_type", None)) is not None:
+            found.append((module, qtype, getattr(weight, "tensor_shape", None)))
+    return found
+
+
+def refresh_all(layers: Iterable[ForeignLinear]) -> bool:
+    """Let every layer follow its module; returns whether one has adapters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        adapted = [layer.refresh() for layer in layers]  # every one: any() would stop
+    return any(adapted)
 
 
 def _packed_form(module: Any) -> tuple[int, int, int] | None:
@@ -136,17 +167,8 @@ def _is_plain_bias(bias: Tensor, rows: int) -> bool:
 
 
 def _held(module: Any, name: str) -> Any:
-    # Asked for every layer at every call: an attribute of a module costs a microsecond.
-    parameters = module._parameters
+    parameters = module._parameters  # an attribute of a module takes a microsecond
     return parameters[name] if name in parameters else getattr(module, name)
-
-
-def _addresses(weight: Any, bias: Any) -> tuple[int, int]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return (
-            weight.data_ptr() if isinstance(weight, Tensor) else 0,
-            bias.data_ptr() if isinstance(bias, Tensor) else 0,
-        )
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..gguf.foreign import ForeignLinear, foreign_layers, foreign_modules
+from ..gguf.foreign import ForeignLinear, foreign_layers, refresh_all, typed_weights
 from ..gguf.linear import QuantLinear
 from ..kernels import BY_ID, chosen_path
 from ..patching import Patch, is_replaced
@@ -33,8 +33,7 @@ class _DequantHandle(Handle):
     def scope(self) -> contextlib.AbstractContextManager[object]:
         # The host swaps the parameters of another pack's layers when it loads or moves them.
         if self.foreign:
-            adapted = [layer.refresh() for layer in self.foreign]
-            self.foreign[0].state.adapted = any(adapted)
+            self.foreign[0].state.adapted = refresh_all(self.foreign)
         return contextlib.nullcontext()
 
     def remove(self) -> None:
@@ -42,8 +41,11 @@ class _DequantHandle(Handle):
             layer.let_go()
 
 
-# Kept between runs, so that compiled blocks meet the same objects again.
-_foreign: weakref.WeakKeyDictionary[nn.Module, list[ForeignLinear]] = weakref.WeakKeyDictionary()
+# Kept between runs, so that compiled blocks meet the same objects again. With what they were
+# found by: a layer that has been replaced, or given another type, is found anew.
+_foreign: weakref.WeakKeyDictionary[
+    nn.Module, tuple[list[tuple[Any, ...]], list[ForeignLinear]]
+] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,11 @@ def _packed(denoiser: nn.Module) -> list[QuantLinear]:
 
 
 def _foreign_of(denoiser: nn.Module) -> list[ForeignLinear]:
-    found, kept = foreign_modules(denoiser), _foreign.get(denoiser, [])
-    if len(found) != len(kept) or any(
-        layer.module is not module or not layer.fits()
-        for layer, module in zip(kept, found, strict=True)
-    ):
-        kept = _foreign[denoiser] = foreign_layers(denoiser)
-    return kept
+    found = typed_weights(denoiser)
+    kept = _foreign.get(denoiser)
+    if kept is None or kept[0] != found:
+        kept = _foreign[denoiser] = (found, foreign_layers(denoiser))
+    return kept[1]
 
 
 def _is_free(layer: ForeignLinear) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
-from speed_tier.speed.gguf.foreign import ForeignLinear, foreign_layers
+from speed_tier.speed.gguf.foreign import ForeignLinear, foreign_layers, refresh_all
 from speed_tier.speed.gguf.linear import QuantLinear, QuantState
 from speed_tier.tests.speed.gguf.layers import (
     Lora,
@@ -38,12 +38,11 @@ def rng():
 
 def stand_in(module):
     (layer,) = foreign_layers(nn.Sequential(module))
-    layer.state.adapted = layer.refresh()
-    return layer
+    return follow(layer)
 
 
 def follow(layer):
-    layer.state.adapted = layer.refresh()
+    layer.state.adapted = refresh_all([layer])
     return layer
 
 
@@ -244,6 +243,25 @@ def test_patches_become_adapters_and_are_followed(rng):
         )
         torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-4)
         assert module.own_calls == []
+
+
+def test_following_an_unchanged_layer_assigns_nothing(rng, monkeypatch):
+    """It is done for hundreds of layers at every call; an assignment takes microseconds."""
+    module, _ = rng.stored_layer("Q4_K", 7, 512)
+    module.hold(module.weight, [Lora(rng.tensor(7, 3), rng.tensor(3, 512)).patch()])
+    layer = stand_in(module)
+    monkeypatch.setattr(ForeignLinear, "__setattr__", lambda *_: pytest.fail("assigned"))
+    assert refresh_all([layer]) is True
+
+
+def test_all_layers_are_followed_not_only_the_first_with_adapters(rng):
+    modules = [rng.stored_layer("Q8_0", 8, 64)[0] for _ in range(3)]
+    modules[0].hold(modules[0].weight, [Lora(rng.tensor(8, 3), rng.tensor(3, 64)).patch()])
+    layers = foreign_layers(nn.ModuleList(modules))
+    assert refresh_all(layers) is True
+    assert all(layer.weight is not None for layer in layers)
+    modules[0].weight.patches = []
+    assert refresh_all(layers) is False
 
 
 def test_the_same_patches_keep_their_factors(rng):
