@@ -5,15 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
 
 from ..speed import REPORTS, Report
 
 log = logging.getLogger("speed_tier.routes")
 
 EVENT = "speed_tier.update"
-_MIN_INTERVAL_S = 0.25  # step events; the others are rare
+# Step events keep this far apart, and stay away where they would be more than five events in one
+# second. The others come a few times a run, and a run's last steps are in its report.
+_MIN_INTERVAL_S: Final = 0.25
+_sent_s: deque[float] = deque([float("-inf")] * 4, maxlen=4)
+
+_live: dict[str, dict[str, Any]] = {}  # the runs that have not ended: all that was said of them
+_clients: dict[str, str] = {}  # run id -> the page that queued it
+_lock = threading.Lock()
+_KEPT_CLIENTS: Final = 128
 
 
 def opener_for(node_id: str, server: Any) -> Any:
@@ -43,32 +54,44 @@ class _Publisher:
         self._report = report
         self._server = server
         self._client_id = client_id
-        self._last_step_s = 0.0
+        self._last_step_s = float("-inf")
 
-    def __call__(self, kind: str, data: dict[str, Any]) -> None:
+    def __call__(self, kind: str, data: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
         if self._server is None or self._client_id is None:
             return
         now = time.monotonic()
-        if kind == "step" and data["step"] != data["total"]:
-            if now - self._last_step_s < _MIN_INTERVAL_S:
+        if kind == "step":
+            if now - self._last_step_s < _MIN_INTERVAL_S or now - _sent_s[0] < 1.0:
                 return
             self._last_step_s = now
+        message = {**self._ids(kind), **(data() if callable(data) else data)}
+        with _lock:
+            _clients[message["run_id"]] = self._client_id
+            while len(_clients) > _KEPT_CLIENTS:
+                del _clients[next(iter(_clients))]
+            if kind == "report":
+                _live.pop(message["run_id"], None)
+            else:
+                _live[message["run_id"]] = {**_live.get(message["run_id"], {}), **message}
+        _sent_s.append(now)
+        try:
+            self._server.send_sync(EVENT, message, self._client_id)
+        except RuntimeError as error:  # the server's loop is closing; the run must not fail for it
+            log.debug("event not sent: %s", error)
+
+    def _ids(self, kind: str) -> dict[str, Any]:
         report = self._report
-        message = {
+        return {
             "kind": kind,
             "run_id": report.run_id,
             "started_unix_s": report.started_unix_s,
             "prompt_id": report.prompt_id,
             "workflow_id": report.workflow_id,
+            "client_id": self._client_id,
             "node_id": report.node_id,
             "sampler_node_id": report.sampler_node_id,
             "tier": report.tier,
-            **data,
         }
-        try:
-            self._server.send_sync(EVENT, message, self._client_id)
-        except RuntimeError as error:  # the server's loop is closing; the run must not fail for it
-            log.debug("event not sent: %s", error)
 
 
 def _running_prompt(server: Any) -> dict[str, Any]:
@@ -127,5 +150,21 @@ def register(server: Any) -> None:
 
     @server.routes.get("/speed_tier/report")
     async def report(_: Any) -> Any:
-        runs = [run.to_dict() for run in REPORTS.runs()]
-        return web.json_response({"schema": 1, "runs": runs})
+        return web.json_response(snapshot(server))
+
+
+def snapshot(server: Any) -> dict[str, Any]:
+    """What a page needs after a reload: the runs that ended, newest first, and those that go on."""
+    runs = REPORTS.runs()
+    queue = getattr(server, "prompt_queue", None)
+    running = {item[1] for item in list(queue.currently_running.values())} if queue else set()
+    with _lock:
+        for run_id in [i for i, message in _live.items() if message["prompt_id"] not in running]:
+            del _live[run_id]
+        return {
+            "schema": 1,
+            "runs": [run.to_dict() for run in runs],
+            "texts": {run.run_id: run.to_text() for run in runs},
+            "clients": {run.run_id: _clients.get(run.run_id, "") for run in runs},
+            "live": list(_live.values()),
+        }

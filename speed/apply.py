@@ -43,7 +43,9 @@ from .timing import StepClock, first_step_tax_s, steady_step_s
 log = logging.getLogger("speed_tier.apply")
 
 T = TypeVar("T")
-Publish = Callable[[str, dict[str, Any]], None]
+# An event's data, or what makes it: events that are not sent then cost nothing.
+EventData = dict[str, Any] | Callable[[], dict[str, Any]]
+Publish = Callable[[str, EventData], None]
 
 
 def configured(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Optimization, ...]:
@@ -160,7 +162,7 @@ def _release_tokens(tokens: list[int]) -> None:
         FLAGS.release(tokens.pop())
 
 
-def _nobody(kind: str, data: dict[str, Any]) -> None:
+def _nobody(kind: str, data: EventData) -> None:
     """Nobody listens."""
 
 
@@ -184,6 +186,8 @@ class Run:
         self._engagements: dict[int, Engagement] = {}
         self._lock = threading.RLock()
         self._closed = False
+        self._step_marks: list[str] = []
+        self._compiles_seen = 0
         report.flags["before"] = describe(snapshot())
         if device.type == "cuda" and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats(device)
@@ -212,7 +216,8 @@ class Run:
             if found is None:
                 found = self._engagements[id(call.denoiser)] = self._engage(call)
                 self.report.flags["during"] = describe(snapshot())
-                self.publish("engaged", {"features": self._outcomes()})
+                facts = {"phase": "sampling", "features": self._outcomes()}
+                self.publish("engaged", facts)
             return found
 
     def _engage(self, call: Call) -> Engagement:
@@ -288,13 +293,43 @@ class Run:
 
     def mark_loaded(self) -> None:
         self.clock.mark_loaded()
-        self.publish("phase", {"phase": "sampling"})
 
     def mark_step(self, step: int, total: int) -> None:
         """One sampling step is queued; `step` counts from 1."""
         self.clock.mark_step()
-        steps_s = self.clock.steps_s(only_passed=True)
-        self.publish("step", {"step": step, "total": total, "steps_s": steps_s})
+        compiles = sum(kind.compiles + kind.failed for kind in self._compiled().kinds)
+        first = "" if self._step_marks else "warm-up"
+        self._step_marks.append("compile" if compiles > self._compiles_seen else first)
+        self._compiles_seen = compiles
+        self.publish("step", lambda: self._step_facts(step, total))
+
+    def _step_facts(self, step: int, total: int) -> dict[str, Any]:
+        return {
+            "phase": "sampling",
+            "step": step,
+            "total": total,
+            "timing": dataclasses.asdict(self._timing(self.clock.steps_s(only_passed=True))),
+            "compile": {"recompiles": self._compiled().recompiles},
+        }
+
+    def _timing(self, steps_s: list[float]) -> Timing:
+        return Timing(
+            load_s=self.clock.load_s,
+            first_step_s=steps_s[0] if steps_s else None,
+            first_step_tax_s=first_step_tax_s(steps_s),
+            steps_s=steps_s,
+            step_marks=self._step_marks[: len(steps_s)],
+            steady_step_s=steady_step_s(steps_s),
+            total_s=self.clock.total_s,
+        )
+
+    def _compiled(self) -> CompileFacts:
+        facts = CompileFacts()
+        for engagement in self._engagements.values():
+            for handle in engagement.handles.values():
+                if (more := handle.compile_facts()) is not None:
+                    facts = _joined(facts, more)
+        return facts
 
     def close(self, outcome: str, error: str = "") -> Report:
         """End the run: undo everything in reverse, measure, file the report. Idempotent."""
@@ -313,7 +348,7 @@ class Run:
         self._engagements.clear()
         REPORTS.add(self.report)
         log.info("%s", self.report.log_line())
-        self.publish("report", self.report.to_dict())
+        self.publish("report", lambda: {**self.report.to_dict(), "text": self.report.to_text()})
         return self.report
 
     def restore_flags(self) -> None:
@@ -334,26 +369,17 @@ class Run:
     def _fill_report(self, outcome: str, error: str) -> None:
         report, clock = self.report, self.clock
         report.outcome, report.error = outcome, error
-        steps_s = clock.steps_s()
         report.steps = clock.step_count
-        report.timing = Timing(
-            load_s=clock.load_s,
-            first_step_s=steps_s[0] if steps_s else None,
-            first_step_tax_s=first_step_tax_s(steps_s),
-            steps_s=steps_s,
-            steady_step_s=steady_step_s(steps_s),
-            total_s=clock.total_s,
-        )
+        report.timing = self._timing(clock.steps_s())
         for engagement in self._engagements.values():
             report.model = engagement.model
             report.features = _settled(engagement)
-            for handle in engagement.handles.values():
-                if (facts := handle.compile_facts()) is not None:
-                    report.compile = _joined(report.compile, facts)
+        report.compile = self._compiled()
         report.flags["after"] = describe(snapshot())
         if clock.device.type == "cuda" and torch.cuda.is_available():
             report.peak_bytes = torch.cuda.max_memory_allocated(clock.device)
         report.speedup_against_off = REPORTS.speedup_against_off(report)
+        report.notices = report.find_notices()
 
 
 _numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()

@@ -13,6 +13,15 @@ from typing import Any, Final
 SCHEMA: Final = 1
 _KEPT_RUNS: Final = 64
 _MIN_STEPS: Final = 3  # a median of fewer is one number
+_PIXELS_PER_LATENT: Final = 8  # of both families' VAE
+# How the sentences begin that become notices.
+_NO_COMPILER: Final = (
+    "Triton ",
+    "torch.compile needs",
+    "Speed Tier needs torch",
+    "regional compile is not used",
+)
+_HOST_MEMORY: Final = ("max runs as default does", "dynamic VRAM")
 
 
 class State(str, Enum):
@@ -80,6 +89,8 @@ class Timing:
         total_s: The whole sampling run, loading included.
         vae_decode_s: Decode time; measured by Speed Tier VAE only.
         vae_note: Why vae_decode_s is empty.
+        step_marks: Per step "compile" (something was compiled in it), "warm-up" (the first step
+            otherwise) or "".
     """
 
     load_s: float | None = None
@@ -90,6 +101,7 @@ class Timing:
     total_s: float | None = None
     vae_decode_s: float | None = None
     vae_note: str = "not measured: the decode did not go through a Speed Tier node"
+    step_marks: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -112,6 +124,19 @@ class CompileFacts:
     recompiles: int = 0
     graph_breaks: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+@dataclass
+class Notice:
+    """What a person should be told once, not only find in the report.
+
+    Attributes:
+        kind: "no_compile", "fell_back" or "host_memory".
+        text: The report's own sentence.
+    """
+
+    kind: str
+    text: str
 
 
 @dataclass
@@ -144,6 +169,7 @@ class Report:
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
 
     def work(self) -> tuple[object, ...]:
         """What two runs must share for their speeds to be compared."""
@@ -155,6 +181,31 @@ class Report:
 
     def feature(self, name: str) -> FeatureOutcome | None:
         return next((f for f in self.features if f.name == name), None)
+
+    def pixels(self) -> list[int]:
+        """Width and height of the picture; empty for a model of no known family."""
+        if not self.model.family or len(self.latent_shape) < 4:
+            return []
+        height, width = self.latent_shape[-2:]
+        return [width * _PIXELS_PER_LATENT, height * _PIXELS_PER_LATENT]
+
+    def find_notices(self) -> list[Notice]:
+        """What of the outcomes a person should be told, in order of weight."""
+        found = [
+            Notice("fell_back", f"{feature.name}: {feature.reason}")
+            for feature in self.features
+            if feature.state is State.FELL_BACK
+        ]
+        skipped = [f for f in self.features if f.state is State.SKIPPED]
+        held = [note for note in self.notes if note.startswith(_HOST_MEMORY)]
+        held += [f"{f.name}: {f.reason}" for f in skipped if f.reason.startswith(_HOST_MEMORY)]
+        found += [Notice("host_memory", text) for text in held]
+        found += [
+            Notice("no_compile", f.reason)
+            for f in skipped
+            if f.name == "regional_compile" and f.reason.startswith(_NO_COMPILER)
+        ]
+        return found
 
     def to_dict(self, from_cache: bool = False) -> dict[str, Any]:
         """The report as JSON-able data.
@@ -174,6 +225,7 @@ class Report:
             "evaluations": data.pop("evaluations"),
             "text_tokens": data.pop("text_tokens"),
             "sampler": data.pop("sampler"),
+            "pixels": self.pixels(),
         }
         return {
             "schema": SCHEMA,

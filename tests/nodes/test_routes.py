@@ -3,11 +3,19 @@
 import asyncio
 import copy
 import json
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
 from speed_tier.nodes import routes
-from speed_tier.nodes.routes import EVENT, graph_signature, opener_for, register, upstream
+from speed_tier.nodes.routes import (
+    EVENT,
+    graph_signature,
+    opener_for,
+    register,
+    snapshot,
+    upstream,
+)
 from speed_tier.speed.report import Report
 from speed_tier.tests.nodes.conftest import graph
 
@@ -120,6 +128,7 @@ def test_events_go_to_the_page_that_queued_the_prompt(host):
         "started_unix_s": report.started_unix_s,
         "prompt_id": "p1",
         "workflow_id": "wf",
+        "client_id": "page 1",
         "node_id": "2",
         "sampler_node_id": "4",
         "tier": "max",
@@ -127,21 +136,35 @@ def test_events_go_to_the_page_that_queued_the_prompt(host):
     assert json.loads(json.dumps(message)) == message
 
 
-def test_step_events_are_thinned_out_but_the_last_one_comes(host, monkeypatch):
+def quiet(monkeypatch, server=None):
+    """No event was sent for a while, no run is known; returns the clock, a list of one number."""
     now = [100.0]
     monkeypatch.setattr(routes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(routes, "_sent_s", deque([float("-inf")] * 4, maxlen=4))
+    monkeypatch.setattr(routes, "_live", {})
+    return now
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.03, 0.1, 0.3, 2.0])
+def test_at_most_five_events_a_second(host, monkeypatch, step_s):
+    now = quiet(monkeypatch)
     host.execute("p1", "4", graph())
+    times = []
+    monkeypatch.setattr(host, "send_sync", lambda *_: times.append(now[0]))
     publish = opener_for("2", host)(Report("", "max", ""))
-    for step in range(1, 11):
-        now[0] += 0.1
-        publish("step", {"step": step, "total": 10})
-        publish("phase", {"phase": "compiling"})
-    steps = [data["step"] for _, data, _ in host.sent if data["kind"] == "step"]
-    assert steps == [1, 4, 7, 10]
-    assert sum(data["kind"] == "phase" for _, data, _ in host.sent) == 10
+    made = []
+    publish("phase", {"phase": "loading"})
+    publish("engaged", {"features": []})
+    for step in range(1, 101):
+        now[0] += step_s
+        publish("step", lambda step=step: made.append(step) or {"step": step, "total": 100})
+    publish("report", {})
+    assert all(sum(0 <= t - start < 1.0 for t in times) <= 5 for start in times)
+    assert len(times) == len(made) + 3  # what is not sent is not made
+    assert len(made) >= min(100, int(step_s * 100 * 3))
 
 
-def test_the_route_lists_the_runs_newest_first(run):
+def test_the_route_has_the_runs_that_ended_newest_first(run, host):
     web = pytest.importorskip("aiohttp.web")
     server = SimpleNamespace(routes=web.RouteTableDef())
     register(server)
@@ -151,3 +174,30 @@ def test_the_route_lists_the_runs_newest_first(run):
     answer = json.loads(asyncio.run(route.handler(None)).text)
     assert answer["schema"] == 1
     assert [r["run_id"] for r in answer["runs"]] == [second.run_id, first.run_id]
+    assert answer["texts"] == {r.run_id: r.to_text() for r in (first, second)}
+    assert answer["live"] == []
+
+
+def test_the_snapshot_has_what_was_said_of_a_run_that_goes_on(host, book, monkeypatch):
+    quiet(monkeypatch)
+    host.execute("p1", "4", graph(), client_id="page 1")
+    report = Report("max", "max", "as asked")
+    publish = opener_for("2", host)(report)
+    publish("phase", {"phase": "loading", "steps": 8})
+    publish("engaged", {"phase": "sampling", "features": ["x"]})
+    (live,) = snapshot(host)["live"]
+    assert (live["run_id"], live["client_id"]) == (report.run_id, "page 1")
+    assert (live["phase"], live["steps"], live["features"]) == ("sampling", 8, ["x"])
+    book.add(report)
+    publish("report", {})
+    assert snapshot(host)["live"] == []
+    assert snapshot(host)["clients"] == {report.run_id: "page 1"}
+
+
+def test_a_run_whose_prompt_is_gone_is_not_live(host, monkeypatch):
+    quiet(monkeypatch)
+    host.execute("p1", "4", graph())
+    opener_for("2", host)(Report("", "max", ""))("phase", {"phase": "loading"})
+    host.execute("p2", "4", graph())
+    assert snapshot(host)["live"] == []
+    assert routes._live == {}

@@ -81,8 +81,11 @@ class Session:
         self.tiered = TieredModel(request)
         self.events = []
         self.run = self.tiered.begin(
-            self.tiered.new_report(), tiny.CPU, lambda kind, data: self.events.append((kind, data))
+            self.tiered.new_report(), tiny.CPU, lambda kind, data: self.tell(kind, data)
         )
+
+    def tell(self, kind, data):
+        self.events.append((kind, data() if callable(data) else data))
 
     def call(self, invoke=lambda options: options, model=None):
         shape = (1, 16, 1, 8, 8)
@@ -419,17 +422,40 @@ def test_what_the_page_is_told():
     session.run._compiling("layers", 1, 2)
     session.run.mark_step(1, 4)
     report = session.finish()
-    assert [kind for kind, _ in session.events] == ["phase", "engaged", "phase", "step", "report"]
+    assert [kind for kind, _ in session.events] == ["engaged", "phase", "step", "report"]
     told = [data for _, data in session.events]
-    assert told[0] == {"phase": "sampling"}
-    assert [(f["name"], f["state"], f["reason"]) for f in told[1]["features"]] == [
+    assert told[0]["phase"] == "sampling"
+    assert [(f["name"], f["state"], f["reason"]) for f in told[0]["features"]] == [
         ("a", "engaged", ""),
         ("b", "skipped", "no card"),
     ]
-    assert told[2] == {"phase": "compiling", "block": "layers", "index": 1, "count": 2}
-    assert (told[3]["step"], told[3]["total"], len(told[3]["steps_s"])) == (1, 4, 1)
-    assert told[4] == report.to_dict()
+    assert told[1] == {"phase": "compiling", "block": "layers", "index": 1, "count": 2}
+    step = told[2]
+    assert (step["step"], step["total"], step["phase"]) == (1, 4, "sampling")
+    assert step["timing"]["steps_s"] == report.timing.steps_s
+    assert step["timing"]["step_marks"] == ["warm-up"]
+    assert 0 < step["timing"]["total_s"] < report.timing.total_s
+    assert step["compile"] == {"recompiles": 0}
+    assert told[3] == {**report.to_dict(), "text": report.to_text()}
     assert json.loads(json.dumps(session.events)) == json.loads(json.dumps(session.events))
+
+
+def test_steps_that_compiled_are_marked():
+    facts = CompileFacts(kinds=[CompiledKind("layers", 2)])
+    session = Session(Fake("a", [], handle={"facts": facts}))
+    for compiles in (1, 1, 2, 2):
+        session.call()
+        facts.kinds[0].compiles = compiles
+        session.run.mark_step(1, 4)
+    assert session.finish().timing.step_marks == ["compile", "", "compile", ""]
+
+
+def test_an_event_that_is_not_sent_costs_nothing():
+    session = Session(Fake("a", []))
+    session.run.publish = lambda kind, data: None
+    session.call()
+    session.run._step_facts = lambda *_: pytest.fail("made for nobody")
+    session.run.mark_step(1, 2)
 
 
 def timed_run(steps_s, tier, monkeypatch, shape=(1, 4, 8, 8), model=None):

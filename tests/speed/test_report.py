@@ -5,6 +5,8 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
+from speed_tier.speed import env
 from speed_tier.speed.report import (
     SCHEMA,
     CompiledKind,
@@ -20,17 +22,17 @@ from speed_tier.speed.report import (
 # The page, the node and the benchmark read these; a change is a new schema number.
 KEYS = {
     "compile", "error", "features", "flags", "from_cache", "graph_signature",
-    "measured_at", "memory", "model", "node_id", "notes", "outcome", "prompt_id", "run_id",
-    "sampler_node_id", "schema", "shape", "speedup_against_off", "started_unix_s", "tier",
+    "measured_at", "memory", "model", "node_id", "notes", "notices", "outcome", "prompt_id",
+    "run_id", "sampler_node_id", "schema", "shape", "speedup_against_off", "started_unix_s", "tier",
     "timing", "versions", "workflow_id",
 }  # fmt: skip
 INNER_KEYS = {
     "tier": {"asked", "resolved", "reason"},
-    "shape": {"latent", "steps", "evaluations", "text_tokens", "sampler"},
+    "shape": {"latent", "steps", "evaluations", "text_tokens", "sampler", "pixels"},
     "memory": {"peak_bytes"},
     "timing": {
         "load_s", "first_step_s", "first_step_tax_s", "steps_s", "steady_step_s", "total_s",
-        "vae_decode_s", "vae_note",
+        "vae_decode_s", "vae_note", "step_marks",
     },
     "compile": {"kinds", "graphs", "recompiles", "graph_breaks", "seconds"},
     "model": {
@@ -204,3 +206,62 @@ def test_the_book_takes_reports_from_many_threads():
         thread.join()
     assert not errors
     assert len(book.runs()) == 8
+
+
+@pytest.mark.parametrize(
+    ("features", "notes", "expected"),
+    [
+        ([("tf32", State.SKIPPED, "TF32 needs an NVIDIA card; found cpu")], [], []),
+        ([("regional_compile", State.SKIPPED, "switched off by SPEED_TIER_DISABLE")], [], []),
+        (
+            [("regional_compile", State.SKIPPED, "Triton is not installed; install it")],
+            [],
+            [("no_compile", "Triton is not installed; install it")],
+        ),
+        (
+            [("regional_compile", State.FELL_BACK, "compile failed: x")],
+            [],
+            [("fell_back", "regional_compile: compile failed: x")],
+        ),
+        (
+            [("fused_qkv", State.SKIPPED, "dynamic VRAM may move weights at any call")],
+            ["max runs as default does: 2 GiB free", "max runs on a static copy"],
+            [
+                ("host_memory", "max runs as default does: 2 GiB free"),
+                ("host_memory", "fused_qkv: dynamic VRAM may move weights at any call"),
+            ],
+        ),
+    ],
+)
+def test_what_a_person_is_told_once(features, notes, expected):
+    report = Report("max", "max", "as asked", notes=notes)
+    report.features = [FeatureOutcome(*feature) for feature in features]
+    assert [(notice.kind, notice.text) for notice in report.find_notices()] == expected
+
+
+def test_every_missing_compiler_is_told(monkeypatch):
+    found = [env.too_old_for_compile(env.Version("2.6")), env.inductor_problem(torch.device("mps"))]
+    monkeypatch.setattr(env, "c_compiler", lambda _: None)
+    for name in ("", "/no/such/g++"):
+        monkeypatch.setenv("CXX", name)
+        found.append(env.inductor_problem(torch.device("cpu")))
+    monkeypatch.setattr(env.importlib.util, "find_spec", lambda _: None)
+    found.append(env.triton_problem())
+    for reason in found:
+        report = Report("max", "max", "as asked")
+        report.features = [FeatureOutcome("regional_compile", State.SKIPPED, reason)]
+        assert [n.kind for n in report.find_notices()] == ["no_compile"], reason
+
+
+@pytest.mark.parametrize(
+    ("family", "latent", "expected"),
+    [
+        ("z_image", [1, 16, 128, 96], [768, 1024]),
+        ("qwen_image", [1, 16, 1, 166, 166], [1328, 1328]),
+        ("", [1, 16, 128, 96], []),
+        ("z_image", [], []),
+    ],
+)
+def test_the_size_of_the_picture(family, latent, expected):
+    report = Report("max", "max", "", model=ModelFacts(family=family), latent_shape=latent)
+    assert report.to_dict()["shape"]["pixels"] == expected
