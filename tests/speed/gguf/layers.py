@@ -129,8 +129,10 @@ def counted_fast_calls() -> Iterator[Counter[str]]:
         patch.setattr(dispatch, "_faster_reference", lambda *_: ("reference", "timed"))
         patch.setattr(dispatch, "_choose", choose_counted)
         forget_choices()
-        yield calls
-    forget_choices()
+        try:
+            yield calls
+        finally:
+            forget_choices()
 
 
 # ---- another pack's layer ----

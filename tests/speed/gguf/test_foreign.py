@@ -15,6 +15,7 @@ from speed_tier.tests.speed.gguf.layers import (
     StoredLinear,
     StoredTensor,
     as_parameter,
+    bytes_of,
     check_close,
     counted_fast_calls,
     fresh_seed,
@@ -179,18 +180,28 @@ def test_a_swapped_weight_is_followed(rng):
     assert layer.bias.data_ptr() == other.bias.data_ptr()
 
 
-def test_a_weight_that_moved_to_other_memory_is_followed(rng):
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_what_moved_to_other_memory_is_followed(rng, part):
     """`module.to` keeps the parameter and replaces what it holds."""
-    module, _ = rng.stored_layer("Q6_K", 7, 512)
+    module, dense = rng.stored_layer("Q6_K", 7, 512)
     layer = stand_in(module)
-    spec, dense = rng.packed("Q6_K", 7, 512)
-    parameter = module.weight
+    bias = layer.bias
+    spec, other = rng.packed("Q6_K", 7, 512)
+    parameter = getattr(module, part)
     with torch._C.DisableTorchFunctionSubclass():
-        parameter.data = spec.packed
-        module.bias.data = torch.zeros(7)
-    assert module.weight is parameter
+        parameter.data = spec.packed if part == "weight" else torch.zeros(7)
+    assert getattr(module, part) is parameter
+    dense, bias = (other, bias) if part == "weight" else (dense, torch.zeros(7))
     x = rng.tensor(2, 512)
-    check_close(follow(layer)(x), x, dense, torch.zeros(7))
+    check_close(follow(layer)(x), x, dense, bias)
+
+
+def test_a_bias_that_is_taken_away_is_gone(rng):
+    module, dense = rng.stored_layer("Q6_K", 7, 512)
+    layer = stand_in(module)
+    module.bias = None
+    x = rng.tensor(2, 512)
+    check_close(follow(layer)(x), x, dense, None)
 
 
 def to_a_dense_weight(rng, module):
@@ -202,9 +213,17 @@ def to_another_type(rng, module):
     module.weight = rng.stored_layer("Q8_0", 7, 512)[0].weight
 
 
-@pytest.mark.parametrize("change", [to_a_dense_weight, to_another_type], ids=lambda c: c.__name__)
+def to_another_type_of_the_same_bytes(rng, module):
+    data = bytes_of(module.weight)
+    module.weight = as_parameter(StoredTensor.of(data, Q.IQ4_NL, (7, 512)))
+
+
+CHANGES = [to_a_dense_weight, to_another_type, to_another_type_of_the_same_bytes]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_another_kind_of_weight_is_left_to_the_layer_itself(rng, change):
-    module, _ = rng.stored_layer("Q4_K", 7, 512)
+    module, _ = rng.stored_layer("Q4_0", 7, 512)
     before = module.weight
     layer = stand_in(module)
     x = rng.tensor(2, 512)
