@@ -216,8 +216,8 @@ class Run:
             if found is None:
                 found = self._engagements[id(call.denoiser)] = self._engage(call)
                 self.report.flags["during"] = describe(snapshot())
-                facts = {"phase": "sampling", "features": self._outcomes()}
-                self.publish("engaged", facts)
+                self.report.model = found.model
+                self.publish("engaged", self._engaged_facts)
             return found
 
     def _engage(self, call: Call) -> Engagement:
@@ -302,6 +302,14 @@ class Run:
         self._step_marks.append("compile" if compiles > self._compiles_seen else first)
         self._compiles_seen = compiles
         self.publish("step", lambda: self._step_facts(step, total))
+
+    def _engaged_facts(self) -> dict[str, Any]:
+        return {
+            "phase": "sampling",
+            "features": self._outcomes(),
+            "model": dataclasses.asdict(self.report.model),
+            "shape": self.report.shape(),
+        }
 
     def _step_facts(self, step: int, total: int) -> dict[str, Any]:
         return {

@@ -182,6 +182,17 @@ class Report:
     def feature(self, name: str) -> FeatureOutcome | None:
         return next((f for f in self.features if f.name == name), None)
 
+    def shape(self) -> dict[str, Any]:
+        """How much work the run was."""
+        return {
+            "latent": self.latent_shape,
+            "steps": self.steps,
+            "evaluations": self.evaluations,
+            "text_tokens": self.text_tokens,
+            "sampler": self.sampler,
+            "pixels": self.pixels(),
+        }
+
     def pixels(self) -> list[int]:
         """Width and height of the picture; empty for a model of no known family."""
         if not self.model.family or len(self.latent_shape) < 4:
@@ -219,20 +230,14 @@ class Report:
             "resolved": data.pop("tier"),
             "reason": data.pop("tier_reason"),
         }
-        shape = {
-            "latent": data.pop("latent_shape"),
-            "steps": data.pop("steps"),
-            "evaluations": data.pop("evaluations"),
-            "text_tokens": data.pop("text_tokens"),
-            "sampler": data.pop("sampler"),
-            "pixels": self.pixels(),
-        }
+        for name in ("latent_shape", "steps", "evaluations", "text_tokens", "sampler"):
+            del data[name]
         return {
             "schema": SCHEMA,
             "from_cache": from_cache,
             "measured_at": _clock(self.started_unix_s),
             "tier": tier,
-            "shape": shape,
+            "shape": self.shape(),
             "memory": {"peak_bytes": data.pop("peak_bytes")},
             **data,
         }

@@ -425,6 +425,9 @@ def test_what_the_page_is_told():
     assert [kind for kind, _ in session.events] == ["engaged", "phase", "step", "report"]
     told = [data for _, data in session.events]
     assert told[0]["phase"] == "sampling"
+    assert told[0]["model"]["family"] == "qwen_image"
+    assert told[0]["shape"]["latent"] == [1, 16, 1, 8, 8]
+    assert told[0]["shape"]["pixels"] == [64, 64]
     assert [(f["name"], f["state"], f["reason"]) for f in told[0]["features"]] == [
         ("a", "engaged", ""),
         ("b", "skipped", "no card"),
