@@ -207,11 +207,16 @@ def safe_inductor_cache() -> dict[str, Any]:
     """
     asked = os.environ.get(_CACHE_VARIABLE)
     folder = asked or _default_inductor_cache()
-    if not any(character in folder for character in " '\""):
+    if not breaks_compile_commands(folder):
         return {} if asked else {"env.TORCHINDUCTOR_CACHE_DIR": folder}
     root = "/tmp" if os.name == "posix" else os.path.join(os.environ.get("SYSTEMDRIVE", "C:"), "\\")
     owner = os.getuid() if hasattr(os, "getuid") else "user"
     return {"env.TORCHINDUCTOR_CACHE_DIR": os.path.join(root, f"speed_tier_inductor_{owner}")}
+
+
+def breaks_compile_commands(folder: str) -> bool:
+    """Whether Inductor's compile commands, unquoted as they are, would take `folder` apart."""
+    return any(character in folder for character in " '\"")
 
 
 def _default_inductor_cache() -> str:

@@ -214,15 +214,9 @@ class QuantModelPatcher(comfy.model_patcher.ModelPatcher):
         return super().memory_required(input_shape) + extra
 
     def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        layer = self._packed(key)
-        if layer is None:
+        if self._packed(key) is None:
             return super().patch_weight_to_device(key, *args, **kwargs)
-        if not kwargs.get("return_weight"):
-            return None  # its adapters are attached
-        # Asked by a node that saves the model: the weight as floats.
-        adapters = self._adapters(key, layer, self.patches.get(key, ()))
-        dense = layer.dense_weight(torch.float32)
-        return (dense if adapters is None else adapters.merge_into(dense)).to(torch.bfloat16)
+        return None  # its adapters are attached
 
     def pin_weight_to_device(self, key: str) -> Any:
         layer = self._packed(key)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
 from torch.nn.modules import module as nn_module
 
-from ..flags import cache_variable_kept
+from ..flags import breaks_compile_commands, cache_variable_kept
 
 _REASON_LENGTH: Final = 300
 
@@ -28,7 +29,7 @@ def load() -> None:
 
 @contextlib.contextmanager
 def settings(recompile_limit: int) -> Iterator[None]:
-    """Dynamo's settings for the duration of one denoiser call.
+    """Dynamo's and Inductor's settings for the duration of one denoiser call.
 
     They are context-local in newer torch (a thread or a later prompt does not see what was set
     elsewhere), so they are set where the compiled code is called.
@@ -53,7 +54,19 @@ def settings(recompile_limit: int) -> Iterator[None]:
         stack.enter_context(config.patch(known))
         if duck:
             stack.enter_context(shapes.patch(duck))  # type: ignore[attr-defined]
+        stack.enter_context(_no_precompiled_headers_where_they_fail())
         yield
+
+
+def _no_precompiled_headers_where_they_fail() -> contextlib.AbstractContextManager[Any]:
+    """Inductor builds its C++ headers in the temporary folder, wherever its cache is."""
+    import torch._inductor.config as inductor
+
+    if not breaks_compile_commands(tempfile.gettempdir()):
+        return contextlib.nullcontext()
+    if not hasattr(inductor, "cpp_cache_precompile_headers"):  # older torch
+        return contextlib.nullcontext()
+    return inductor.patch(cpp_cache_precompile_headers=False)
 
 
 def graph_count() -> int:

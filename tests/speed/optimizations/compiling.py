@@ -22,7 +22,7 @@ def graphs() -> int:
 
 
 def config() -> dict[str, Any]:
-    """The settings of Dynamo that a run touches."""
+    """The settings of Dynamo and Inductor that a run touches."""
     settings = torch._dynamo.config
     return {
         name: getattr(settings, name)
@@ -30,7 +30,10 @@ def config() -> dict[str, Any]:
             *("recompile_limit", "accumulated_recompile_limit"),
             *("fail_on_recompile_limit_hit", "suppress_errors"),
         )
-    } | {"duck": torch.fx.experimental._config.use_duck_shape}
+    } | {
+        "duck": torch.fx.experimental._config.use_duck_shape,
+        "headers": torch._inductor.config.cpp_cache_precompile_headers,
+    }
 
 
 def check_same(run: tiny.Engaged, *args: Any) -> torch.Tensor:

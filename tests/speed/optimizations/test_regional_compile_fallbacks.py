@@ -1,5 +1,7 @@
 """Compiled blocks: what falls back with its reason, and what must never be ignored."""
 
+import tempfile
+
 import pytest
 import torch
 import torch._dynamo
@@ -71,6 +73,25 @@ def test_a_host_that_hides_compile_errors_does_not_hide_ours():
     ):
         check_same(run, toy_input())
         assert "no compiler for you" in run.handles[0].fell_back
+
+
+def test_a_temporary_folder_that_compile_commands_take_apart(monkeypatch, tmp_path):
+    from torch._inductor import cpu_vec_isa
+    from torch._inductor.codecache import _precompile_header
+
+    # Scalar code will do: probing the vector units in a new cache takes a minute.
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing built before
+    _precompile_header.cache_clear()  # built by an earlier test, it would be taken from there
+    model = toy(blocks=1)
+    with tiny.engaged(with_config(backend="inductor", dynamic=False), on=model) as run:
+        check_same(run, toy_input())
+        assert not run.handles[0].fell_back
+        (kind,) = run.handles[0].compile_facts().kinds
+        assert (kind.compiles, kind.failed) == (1, 0)
 
 
 def test_one_kind_that_fails_leaves_the_others_compiled():
