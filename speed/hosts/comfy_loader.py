@@ -35,6 +35,18 @@ _UNUSED: Final = {"norm_final.weight"}
 # Without their extra tensors these give wrong pictures; the others only lose a hint.
 _NEEDS_ITS_HOST: Final = {"layered", "twinflow", "omni"}
 
+# What comes out of a host where a tensor has another shape than its model, or where it fails to
+# build one from numbers that it found in the file.
+_HOST_REFUSES: Final = (
+    RuntimeError,
+    AssertionError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+
 
 def load_model(path: str, weight_dtype: str = "default") -> Any:
     """A ModelPatcher for a diffusion model file.
@@ -124,8 +136,9 @@ def _host_model(loaded: LoadedGGUF) -> Any:
         options["disable_dynamic"] = True
     try:
         patcher = comfy.sd.load_diffusion_model_state_dict(state_dict, **options)
-    except RuntimeError as error:
-        # What the host says where a tensor has another shape than its model.
+    except _HOST_REFUSES as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise  # the host makes room when it sees one
         raise GGUFFileError(
             f"{loaded.file.path.name} does not fit the model that this ComfyUI builds for it "
             f"({_first_line(error)}). Update ComfyUI or download the file again."
