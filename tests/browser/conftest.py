@@ -21,8 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[HostServer]:
-    # Compiling has tests of its own; here it would only be minutes of waiting for a text.
-    with HostServer(tag="browser", env={"SPEED_TIER_DISABLE": "regional_compile"}) as running:
+    packs = {"speed_tier_eager_compile": HERE / "eager_compile"}
+    with HostServer(tag="browser", custom_nodes=packs) as running:
         yield running
 
 

@@ -31,6 +31,23 @@ READY = """() => {
 NOT_OURS = "api.comfy.org"
 OURS = ("speed_tier", "speedtier", "speed-tier", "Unknown message", "Unhandled message")
 
+# What a person could see of every overlay now, and what it tells.
+OVERLAYS = """[...document.querySelectorAll(".speed-tier-overlay")]
+    .filter((e) => e.checkVisibility())
+    .map((e) => ({
+        state: e.dataset.state,
+        tier: e.querySelector(".speed-tier-name").textContent,
+        text: e.querySelector(".speed-tier-state").textContent,
+        height: e.querySelector(".speed-tier-face").offsetHeight,
+        spoken: e.querySelector("[role=status]").textContent,
+        cells: Object.fromEntries([...e.querySelectorAll("[data-cell]")]
+            .map((c) => [c.dataset.cell, c.lastChild.textContent])),
+    }))"""
+MODULE = """const load = async (name) => {
+    const base = (await app.api.getExtensions()).find((e) => e.endsWith("/speed_tier.js"));
+    return import(new URL(name, new URL(base, location.href)));
+};"""
+
 # Node objects of every graph, subgraphs included, by class.
 FIND = """const find = (type, graph = app.rootGraph ?? app.graph) => {
     for (const node of graph.nodes) {
@@ -84,8 +101,9 @@ class ComfyPage:
         self.wait_ready()
 
     def js(self, code: str, arg: Any = None) -> Any:
-        """Runs the body of an async function of `arg`; `find(type)` gives a node."""
-        return self.page.evaluate(f"async (arg) => {{ {FIND} {code} }}", arg)
+        """Runs the body of an async function of `arg`; `find(type)` gives a node, `load(name)` a
+        module of ours."""
+        return self.page.evaluate(f"async (arg) => {{ {FIND} {MODULE} {code} }}", arg)
 
     def wait(self, code: str, arg: Any = None, timeout_ms: int = TIMEOUT_MS) -> None:
         """Waits until the body of a function of `arg` returns something true."""
@@ -127,6 +145,41 @@ class ComfyPage:
         result = self.server.wait(new, 30)
         assert result.ok, result.error
         return result.outputs
+
+    def queue(self) -> str:
+        """Queues the open workflow from the page and does not wait; returns the prompt's id."""
+        done = set(self.server.get("/history"))
+        self.js("await app.queuePrompt(0, 1)")
+        while True:
+            queue = self.server.get("/queue")
+            known = {item[1] for items in queue.values() for item in items}
+            if new := known | set(self.server.get("/history")) - done:
+                return new.pop()
+
+    # -- the overlay ----------------------------------------------------------------------------
+    def overlays(self) -> list[dict[str, Any]]:
+        return self.page.evaluate(f"() => {OVERLAYS}")
+
+    def wait_overlay(self, text: str, timeout_ms: int = 30_000) -> dict[str, Any]:
+        """Waits until exactly one overlay is on screen and its state reads `text`."""
+        try:
+            self.wait(
+                f"const all = {OVERLAYS}; return all.length === 1 && all[0].text.match(arg)",
+                f"^(?:{text})$",
+                timeout_ms,
+            )
+        except Exception as error:
+            raise AssertionError(f"wanted {text!r}, on screen: {self.overlays()}") from error
+        return self.overlays()[0]
+
+    def tell(self, **message: Any) -> None:
+        """As if the server had sent this about the workflow on screen."""
+        self.js(
+            """app.api.dispatchEvent(new CustomEvent("speed_tier.update", {detail: {
+                client_id: app.api.clientId, workflow_id: String(app.rootGraph.id),
+                started_unix_s: Date.now() / 1000, tier: "max", prompt_id: "told", ...arg}}))""",
+            message,
+        )
 
     # -- the report node ------------------------------------------------------------------------
     def report_texts(self) -> list[str]:

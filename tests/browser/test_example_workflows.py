@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import urllib.error
 from pathlib import Path
@@ -13,7 +14,7 @@ from speed_tier.tests.host.provision import REPO
 from speed_tier.tests.host.server import PACK_NAME
 
 EXAMPLES = sorted((REPO / "example_workflows").glob("*.json"))
-LOADERS = {"UNETLoader", "CLIPLoader", "VAELoader"}
+LOADERS = {"UNETLoader", "CLIPLoader", "VAELoader", "LoraLoaderModelOnly", "SpeedTierLoader"}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -30,10 +31,20 @@ def rejection(page: ComfyPage, prompt: dict[str, Any]) -> dict[str, Any]:
     raise AssertionError("accepted, though this host has no model files")
 
 
-def test_both_families_have_one(page: ComfyPage) -> None:
-    names = [path.stem for path in EXAMPLES]
-    assert names == ["qwen_image_speed_tier", "z_image_turbo_speed_tier"]
-    assert sorted(page.server.get("/api/workflow_templates")[PACK_NAME]) == names
+NAMES = [
+    "compare_off_and_max",
+    "qwen_image_lora_speed_tier",
+    "qwen_image_speed_tier",
+    "z_image_turbo_gguf_speed_tier",
+    "z_image_turbo_speed_tier",
+]
+TIERED = {"SpeedTier", "SpeedTierLoader"}
+TIERS = {"compare_off_and_max": ["max", "off"]}
+
+
+def test_the_template_browser_has_them(page: ComfyPage) -> None:
+    assert [path.stem for path in EXAMPLES] == NAMES
+    assert sorted(page.server.get("/api/workflow_templates")[PACK_NAME]) == NAMES
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -48,14 +59,37 @@ def test_it_opens_whole(page: ComfyPage, path: Path) -> None:
     assert missing == []
     assert {n["type"] for n in workflow["nodes"]} <= set(page.object_info)
     prompt = page.prompt()
-    by_class = {node["class_type"]: node["inputs"] for node in prompt.values()}
     assert len(prompt) == len(workflow["nodes"])
-    assert by_class["SpeedTier"]["tier"] == "default"
-    assert prompt[by_class["KSampler"]["model"][0]]["class_type"] == "SpeedTier"
-    assert by_class["KSampler"]["seed"] == 1
-    assert by_class["KSampler"]["denoise"] == 1
+    tiers = sorted(n["inputs"]["tier"] for n in prompt.values() if n["class_type"] in TIERED)
+    assert tiers == TIERS.get(path.stem, ["default"])
+    samplers = [node["inputs"] for node in prompt.values() if node["class_type"] == "KSampler"]
+    assert len(samplers) == len(tiers)
+    for sampler in samplers:
+        assert (sampler["seed"], sampler["denoise"]) == (1, 1)
+        assert any(prompt[i]["class_type"] in TIERED for i in models_of(prompt, sampler))
     # Every complaint of the host is about a file that this test has not got.
     rejected = rejection(page, prompt)
-    assert set(rejected) == LOADERS
+    assert set(rejected) == {n["class_type"] for n in prompt.values()} & LOADERS
     kinds = {problem["type"] for problems in rejected.values() for problem in problems}
     assert kinds == {"value_not_in_list"}
+    # No node lies on another, the overlay included.
+    boxes = page.js("return app.graph.nodes.map((n) => [n.type, ...n.pos, ...n.size])")
+    for first, second in itertools.combinations(boxes, 2):
+        assert not overlap(first[1:], second[1:]), (first, second)
+
+
+def models_of(prompt: dict[str, Any], inputs: dict[str, Any]) -> list[str]:
+    """Ids of the nodes that a sampler's model comes through."""
+    found = []
+    while link := inputs.get("model"):
+        found.append(link[0])
+        inputs = prompt[link[0]]["inputs"]
+    return found
+
+
+def overlap(first: list[float], second: list[float]) -> bool:
+    return all(
+        first[axis] < second[axis] + second[axis + 2]
+        and second[axis] < first[axis] + first[axis + 2]
+        for axis in (0, 1)
+    )

@@ -1,5 +1,8 @@
 // The report's text on its node: a DOM widget, the one kind that both node renderers show live.
 
+import { button, copy, element, keepPointer, write } from "./dom.js";
+import { text } from "./texts.js";
+
 const MARGIN = 10; // the host's own, above and below the element
 const HEIGHT = 200; // of the box, until the user makes the node higher
 const WIDTH = 420; // of a new node: most lines fit
@@ -10,17 +13,21 @@ export const WIDGET = "speed_tier_report";
 // Serialize is off twice: the option keeps the text out of the prompt (where it would break the
 // host's cache), the property keeps it out of the saved workflow.
 export function addReportView(node, app) {
-  const box = document.createElement("div");
-  box.className = "speed-tier-report";
-  const text = document.createElement("pre");
-  text.className = "speed-tier-report-text";
-  text.textContent = EMPTY;
-  text.tabIndex = 0; // to be scrolled with the keyboard
-  text.setAttribute("role", "region");
-  text.setAttribute("aria-label", "Speed Tier report");
-  text.dataset.captureWheel = "true"; // newer frontends leave the wheel to a focused element
-  box.append(text);
-  keepPointer(box, text, app);
+  const box = element("div", "speed-tier-report");
+  const shown = element("pre", "speed-tier-report-text", EMPTY);
+  shown.tabIndex = 0; // to be scrolled with the keyboard
+  shown.setAttribute("role", "region");
+  shown.setAttribute("aria-label", "Speed Tier report");
+  shown.dataset.captureWheel = "true"; // newer frontends leave the wheel to a focused element
+  const said = element("span", "speed-tier-unseen");
+  said.setAttribute("role", "status");
+  const copier = button("⧉", "speed-tier-button speed-tier-report-copy", async () => {
+    const answer = text((await copy(shown.textContent)) ? "copied" : "notCopied");
+    said.textContent = copier.title = answer;
+  });
+  copier.hidden = true;
+  box.append(shown, copier, said);
+  keepPointer(box, app, () => shown.scrollHeight > shown.clientHeight);
   const widget = node.addDOMWidget(WIDGET, WIDGET, box, {
     serialize: false,
     hideInPanel: true,
@@ -35,30 +42,14 @@ export function addReportView(node, app) {
   node.setSize?.([Math.max(node.size[0], needed[0], WIDTH), Math.max(node.size[1], needed[1])]);
 }
 
-export function showReport(node, text) {
+export function showReport(node, report) {
   const box = node.widgets?.find((widget) => widget.name === WIDGET)?.element;
-  const shown = box?.firstElementChild;
-  const wanted = text || EMPTY;
-  if (shown && shown.textContent !== wanted) shown.textContent = wanted;
-}
-
-// Selecting text must not drag the node, and the wheel scrolls the text where it can.
-function keepPointer(box, text, app) {
-  const vue = () => Boolean(window.LiteGraph?.vueNodesMode);
-  for (const type of ["pointerdown", "pointermove", "pointerup"]) {
-    box.addEventListener(type, (event) => {
-      if (vue()) event.stopPropagation();
-    });
-  }
-  box.addEventListener(
-    "wheel",
-    (event) => {
-      const scrolls = text.scrollHeight > text.clientHeight && !event.ctrlKey && !event.metaKey;
-      if (scrolls) event.stopPropagation();
-      else if (!vue()) app.canvas?.processMouseWheel?.(event); // dead over a DOM widget otherwise
-    },
-    { passive: false },
-  );
+  if (!box) return;
+  const [shown, copier] = box.children;
+  if (shown.textContent !== (report || EMPTY)) copier.title = text("copyReport");
+  write(shown, report || EMPTY);
+  copier.hidden = !report;
+  copier.setAttribute("aria-label", text("copyReport"));
 }
 
 // The text fills the box without giving it a height: a box that follows its content, in a node
@@ -73,4 +64,6 @@ export const STYLE = `
   border: 1px solid var(--border-color, #4e4e4e); font: 11px/1.45 var(--font-mono, monospace); }
 .speed-tier-report-text:focus-visible { outline: 2px solid var(--primary-background, #0b8ce9);
   outline-offset: -2px; }
+.speed-tier-report-copy { position: absolute; top: 4px; right: 14px; width: 22px; height: 22px;
+  padding: 0; }
 `;

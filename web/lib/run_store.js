@@ -1,27 +1,67 @@
-// The newest message of each sampling run, as the host sent it. Nothing is drawn from here yet.
+// The runs as the server told them: by events while they go on, by its report at their end, by the
+// snapshot after a reload. Nothing in here is calculated.
 
 const KEPT_RUNS = 64;
 
 export class RunStore {
-  #runs = new Map();
+  #runs = new Map(); // run id -> everything said of it
 
-  // Steps come up to four times a second, so this only files the object.
+  // A lost or late event does no harm: each has all that is known, and a report is the last word.
   take(message) {
-    if (!message?.run_id) return;
+    if (!message?.run_id) return null;
     const old = this.#runs.get(message.run_id);
-    if (old?.kind === "report" && message.kind !== "report") return; // late news of an ended run
-    this.#runs.delete(message.run_id); // back in at the end: the first key is the oldest
-    this.#runs.set(message.run_id, message);
-    if (this.#runs.size > KEPT_RUNS) this.#runs.delete(this.#runs.keys().next().value);
+    if (old?.kind === "report" && message.kind !== "report") return old;
+    const run = { ...old, ...message };
+    if (run.kind === "report") run.report = reportOf(message);
+    this.#runs.set(run.run_id, run);
+    while (this.#runs.size > KEPT_RUNS) this.#runs.delete(this.newestFirst().at(-1).run_id);
+    return run;
+  }
+
+  // What a page that has just loaded or reconnected is told. A run that the server does not know
+  // as going on, and has no report of, is gone: the server was started anew.
+  takeSnapshot({ runs = [], texts = {}, clients = {}, live = [] }) {
+    const known = new Set([...runs, ...live].map((run) => run.run_id));
+    for (const run of this.#runs.values()) {
+      if (run.kind !== "report" && !known.has(run.run_id)) this.#runs.delete(run.run_id);
+    }
+    for (const run of runs) {
+      const id = run.run_id;
+      this.take({ ...run, kind: "report", text: texts[id], client_id: clients[id] });
+    }
+    for (const run of live) {
+      const old = this.#runs.get(run.run_id);
+      if (!old || (old.step ?? 0) <= (run.step ?? 0)) this.take(run);
+    }
+  }
+
+  // Whether a prompt that has ended still has a run that does not know it.
+  hasOpenRun(promptId) {
+    return [...this.#runs.values()].some((r) => r.prompt_id === promptId && r.kind !== "report");
   }
 
   get(runId) {
     return this.#runs.get(runId);
   }
 
+  // By the server's clock: after a reload old runs arrive later than the events of the new one.
   newestFirst() {
     return [...this.#runs.values()].sort((a, b) => b.started_unix_s - a.started_unix_s);
   }
+}
+
+// The report alone, as it is copied, without what the message adds for the page.
+function reportOf({ kind, client_id, text, ...report }) {
+  return report;
+}
+
+// "loading", "compiling", "sampling", "done", "interrupted" or "failed"
+export function stateOf(run) {
+  return run.kind === "report" ? run.outcome : (run.phase ?? "loading");
+}
+
+export function tierOf(run) {
+  return typeof run.tier === "string" ? run.tier : (run.tier?.resolved ?? "");
 }
 
 export const runs = new RunStore();

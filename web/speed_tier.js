@@ -1,0 +1,127 @@
+// The timing overlay on every node with a tier, the panel, and what a person must know once.
+//
+// Listens only: to the pack's one event, to the host's own events, and after a reload to the
+// snapshot. What it shows is what the server said; node ids are looked up when something is drawn.
+import { app } from "../../scripts/app.js";
+import { api } from "../../scripts/api.js";
+import { executionIds, nodesOf, rootGraph } from "./lib/graph.js";
+import { tellOnce } from "./lib/notices.js";
+import { addOverlay, drawOverlay, showOverlay } from "./lib/overlay.js";
+import { Panel } from "./lib/panel.js";
+import { PanelPlace } from "./lib/panel_place.js";
+import { promptsOf } from "./lib/prompts.js";
+import { runs } from "./lib/run_store.js";
+import { Scheduler } from "./lib/scheduler.js";
+import { fetchReports } from "./lib/server.js";
+import { STYLE } from "./lib/style.js";
+import { loadTexts } from "./lib/texts.js";
+
+const CLASSES = new Set(["SpeedTier", "SpeedTierAdvanced", "SpeedTierLoader"]);
+const SETTING = "SpeedTier.Overlay.show";
+const TOGGLE = "SpeedTier.Panel.toggle";
+
+const prompts = promptsOf(app, api);
+const panel = new Panel(runs, () => void readSnapshot());
+const place = new PanelPlace(app, panel);
+export const scheduler = new Scheduler(draw);
+let shown = true;
+
+// The newest run of a node that this page queued from the workflow on screen.
+function runOf(node, root) {
+  const ids = executionIds(node, root);
+  return runs
+    .newestFirst()
+    .find(
+      (run) =>
+        ids.includes(String(run.node_id)) &&
+        run.client_id === api.clientId &&
+        prompts.isOnScreen(run.prompt_id, run.workflow_id),
+    );
+}
+
+function draw() {
+  const root = rootGraph(app);
+  if (shown && root) for (const node of nodesOf(CLASSES, root)) drawOverlay(node, runOf(node, root));
+  panel.draw();
+}
+
+async function readSnapshot() {
+  try {
+    runs.takeSnapshot(await fetchReports(api));
+  } catch {
+    return; // the host is away; asked again when the page reconnects
+  }
+  scheduler.soon();
+}
+
+function onUpdate({ detail }) {
+  const run = runs.take(detail);
+  if (detail?.kind === "report") tellOnce(run, app.extensionManager?.toast);
+  scheduler.soon();
+}
+
+// The report of a run is sent before its prompt ends. Where it was lost, the snapshot has it.
+function onPromptEnd({ detail }) {
+  if (runs.hasOpenRun(detail?.prompt_id)) void readSnapshot();
+}
+
+function openFrom(node) {
+  panel.show(runOf(node, rootGraph(app))?.run_id ?? "");
+  place.open();
+}
+
+function setShown(value) {
+  shown = value !== false;
+  for (const node of nodesOf(CLASSES, rootGraph(app))) showOverlay(node, shown);
+  scheduler.soon();
+}
+
+// At module level: the page warns of an event that nobody listens to.
+api.addEventListener("speed_tier.update", onUpdate);
+api.addEventListener("promptQueued", () => void prompts.queued());
+api.addEventListener("reconnected", () => void readSnapshot());
+for (const end of ["execution_success", "execution_error", "execution_interrupted"]) {
+  api.addEventListener(end, onPromptEnd);
+}
+api.addEventListener("graphChanged", () => scheduler.soon()); // muted, bypassed, deleted, pasted
+document.addEventListener("visibilitychange", () => scheduler.soon());
+
+app.registerExtension({
+  name: "SpeedTier.Overlay",
+  settings: [
+    {
+      id: SETTING,
+      name: "Show timing on the nodes",
+      tooltip: "Tier, steps and figures of the last run on every node with a tier.",
+      category: ["Speed Tier", "Overlay", "Show"],
+      type: "boolean",
+      defaultValue: true,
+      onChange: setShown,
+    },
+  ],
+  commands: [
+    {
+      id: TOGGLE,
+      label: "Toggle the Speed Tier panel",
+      icon: "pi pi-chart-bar",
+      function: () => place.toggle(),
+    },
+  ],
+  menuCommands: [{ path: ["Extensions", "Speed Tier"], commands: [TOGGLE] }],
+  bottomPanelTabs: [place.tab()],
+  async setup() {
+    const style = document.createElement("style");
+    style.textContent = STYLE;
+    document.head.append(style);
+    await loadTexts(api, app.extensionManager?.setting?.get("Comfy.Locale") ?? "en");
+    await readSnapshot();
+  },
+  nodeCreated(node) {
+    if (!CLASSES.has(node.comfyClass)) return;
+    addOverlay(node, app, openFrom);
+    if (!shown) showOverlay(node, false);
+  },
+  afterConfigureGraph() {
+    scheduler.soon();
+  },
+});
