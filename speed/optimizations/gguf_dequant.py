@@ -41,8 +41,8 @@ class _DequantHandle(Handle):
             layer.let_go()
 
 
-# Kept between runs, so that compiled blocks meet the same objects again. With what they were
-# found by: a layer that has been replaced, or given another type, is found anew.
+# Kept between runs with the factors of their LoRA, beside what they were found by: a layer that
+# has been replaced, or given another type, is found anew.
 _foreign: weakref.WeakKeyDictionary[
     nn.Module, tuple[list[tuple[Any, ...]], list[ForeignLinear]]
 ] = weakref.WeakKeyDictionary()

@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Q
+from speed_tier.speed.families import detect_family
 from speed_tier.speed.gguf import QuantTensorSpec
 from speed_tier.speed.gguf.linear import QuantLinear, QuantState
 from speed_tier.speed.kernels import BY_ID, QUANT_TYPES, dispatch, forget_choices
 from speed_tier.speed.kernels.reference import dequantize_reference
 from speed_tier.speed.kernels.reference_iq import codebook
+from speed_tier.tests.speed import tiny
 from speed_tier.tests.speed.gguf import packer
 from torch import Tensor, nn
 
@@ -155,6 +157,12 @@ class StoredTensor(torch.Tensor):
     def detach(self) -> StoredTensor:
         return self
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        moved = super().to(*args, **kwargs)
+        moved.tensor_type, moved.tensor_shape = self.tensor_type, self.tensor_shape
+        moved.patches = list(self.patches)
+        return moved
+
     @property
     def shape(self) -> Any:
         return self.tensor_shape
@@ -250,3 +258,48 @@ def merged(dense: Tensor, patches: Iterable[Sequence[Any]]) -> Tensor:
         change = scale * (up.to(dense).flatten(1) @ down.to(dense).flatten(1)).reshape(part.shape)
         part += change if function is None else function(change)
     return dense
+
+
+# ---- models ----
+
+TOY_BLOCKS, TOY_LAYERS = 3, 18  # six Linear a block
+
+
+def packed_toy(
+    rng: Random, name: str = "Q8_0", state: QuantState | None = None
+) -> tuple[tiny.Toy, list[QuantLinear]]:
+    """The toy with packed layers of ours, and those."""
+    model, state = tiny.toy(TOY_BLOCKS), state or QuantState()
+    size = (name, tiny.WIDTH, tiny.WIDTH)
+    return model, swap_linears(model, lambda old: rng.layer(*size, state=state)[0])
+
+
+def stored_toy(rng: Random, name: str = "Q8_0") -> tuple[tiny.Toy, list[StoredLinear]]:
+    """The toy with another pack's packed layers, and those."""
+    model, size = tiny.toy(TOY_BLOCKS), (name, tiny.WIDTH, tiny.WIDTH)
+    return model, swap_linears(model, lambda old: rng.stored_layer(*size)[0])
+
+
+MODELS = {  # of one kind of block each
+    "z_image": (lambda: tiny.z_image(refiners=0), tiny.z_image_inputs),
+    "qwen_image": (tiny.qwen_image, tiny.qwen_image_inputs),
+}
+
+
+def quantised(name: str, rng: Random, another_packs: bool = False) -> nn.Module:
+    """A real tiny transformer with its blocks' Linear weights packed, in two types."""
+    model, state = MODELS[name][0](), QuantState()
+
+    def pack(old: nn.Linear) -> nn.Module | None:
+        if old.in_features % 32:
+            return None
+        qtype = "Q4_0" if old.out_features > old.in_features else "Q8_0"
+        size = (qtype, old.out_features, old.in_features, old.bias is not None)
+        new, _ = rng.stored_layer(*size) if another_packs else rng.layer(*size, state)
+        return new
+
+    detected = detect_family(model)
+    assert detected is not None
+    for block in detected[0].repeated_blocks(model):
+        assert swap_linears(block.module, pack)
+    return model.requires_grad_(False)
