@@ -316,7 +316,7 @@ class Run:
             "phase": "sampling",
             "step": step,
             "total": total,
-            "timing": dataclasses.asdict(self._timing(self.clock.steps_s(only_passed=True))),
+            "timing": vars(self._timing(self.clock.steps_s(only_passed=True))),
             "compile": {"recompiles": self._compiled().recompiles},
         }
 

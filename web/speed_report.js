@@ -7,6 +7,7 @@ import { ReportTexts, reportText } from "./lib/report_texts.js";
 import { STYLE, addReportView, showReport } from "./lib/report_view.js";
 
 const CLASSES = new Set(["SpeedTierReport"]);
+const TAB_SETTLES_MS = 300; // the frontend names the tab on screen after it has shown its graph
 
 const texts = new ReportTexts();
 const prompts = promptsOf(app, api);
@@ -58,6 +59,7 @@ app.registerExtension({
   },
   afterConfigureGraph() {
     draw();
+    setTimeout(draw, TAB_SETTLES_MS);
     void restore(rootGraph(app)?.id);
   },
 });

@@ -18,6 +18,7 @@ import { loadTexts } from "./lib/texts.js";
 
 const CLASSES = new Set(["SpeedTier", "SpeedTierAdvanced", "SpeedTierLoader"]);
 const SETTING = "SpeedTier.Overlay.show";
+const TAB_SETTLES_MS = 300; // the frontend names the tab on screen after it has shown its graph
 const TOGGLE = "SpeedTier.Panel.toggle";
 
 const prompts = promptsOf(app, api);
@@ -123,5 +124,6 @@ app.registerExtension({
   },
   afterConfigureGraph() {
     scheduler.soon();
+    setTimeout(() => scheduler.soon(), TAB_SETTLES_MS);
   },
 });

@@ -22,7 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[HostServer]:
     packs = {"speed_tier_eager_compile": HERE / "eager_compile"}
-    with HostServer(tag="browser", custom_nodes=packs) as running:
+    # The host's own attention on a CPU breaks every graph.
+    args = ("--use-pytorch-cross-attention",)
+    with HostServer(tag="browser", custom_nodes=packs, extra_args=args) as running:
         yield running
 
 

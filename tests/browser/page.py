@@ -150,11 +150,13 @@ class ComfyPage:
         """Queues the open workflow from the page and does not wait; returns the prompt's id."""
         done = set(self.server.get("/history"))
         self.js("await app.queuePrompt(0, 1)")
-        while True:
+        for _ in range(100):
             queue = self.server.get("/queue")
             known = {item[1] for items in queue.values() for item in items}
-            if new := known | set(self.server.get("/history")) - done:
+            if new := (known | set(self.server.get("/history"))) - done:
                 return new.pop()
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"nothing was queued: {self.console[-3:]}")
 
     # -- the overlay ----------------------------------------------------------------------------
     def overlays(self) -> list[dict[str, Any]]:

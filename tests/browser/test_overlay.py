@@ -21,7 +21,7 @@ def slow_run(
     graph = Graph()
     model = graph.add("TestSleep", model=graph.tiny_model(arch), seconds=step_s)
     if raises >= 0:
-        how = {"kind": "runtime", "where": "layer", "step": raises, "block": 0}
+        how = {"kind": "runtime error", "where": "layer", "step": raises, "block": 0}
         model = graph.add("TestRaise", model=model, **how)
     tiered = graph.speed_tier(model, tier, "tier")
     latent = graph.sample(tiered, steps=steps, seed=next(_seeds), node_id="sampler")
@@ -38,7 +38,11 @@ def watch(page: ComfyPage) -> None:
     page.js(
         """const box = [...document.querySelectorAll(".speed-tier-overlay")]
             .find((e) => e.checkVisibility());
-        window.seen = []; window.heights = new Set();
+        window.seen = []; window.heights = new Set(); window.phases = [];
+        app.api.addEventListener("speed_tier.update", ({detail}) => {
+            const phase = detail.kind === "report" ? "report" : detail.phase;
+            if (window.phases.at(-1) !== phase) window.phases.push(phase);
+        });
         window.watcher?.disconnect();
         window.watcher = new MutationObserver(() => {
             const text = box.querySelector(".speed-tier-state").textContent;
@@ -55,7 +59,7 @@ def test_from_loading_to_done_in_every_tier(page: ComfyPage) -> None:
     assert page.wait_overlay(IDLE)["cells"] == dict.fromkeys(cells_of_nothing(), DASH)
     watch(page)
     for tier in ("off", "default", "max"):
-        page.js("window.seen.length = 0")
+        page.js("window.seen.length = window.phases.length = 0")
         page.widget("SpeedTier", "tier", tier)
         page.queue()
         page.wait_overlay("loading|first step|step .*|compiling .*")
@@ -65,18 +69,18 @@ def test_from_loading_to_done_in_every_tier(page: ComfyPage) -> None:
         assert run["tier"]["resolved"] == shown["tier"] == tier
         assert shown["cells"] == cells(run)
         assert shown["spoken"].startswith(f"{tier} done, total ")
-        seen = [text for text in page.js("return window.seen") if text != "first step"]
-        compiled = sum(kind["compiles"] for kind in run["compile"]["kinds"])
-        assert compiled == (1 if tier == "max" else 0)
+        compiled = any(kind["compiles"] for kind in run["compile"]["kinds"])
+        assert compiled == (tier == "max")
         assert run["timing"]["step_marks"] == ["compile" if compiled else "warm-up", "", "", ""]
-        assert seen[0] == "loading"
-        assert seen[-1] == "done"
+        between = ["compiling", "sampling"] if compiled else []
+        assert page.js("return window.phases") == ["loading", "sampling", *between, "report"]
+        # Draws are a quarter of a second apart: what is shorter than that may never be seen.
+        seen = [t for t in page.js("return window.seen") if t not in ("loading", "first step")]
         steps = [text for text in seen if text.startswith("step ")]
-        assert len(steps) >= 2
+        assert len(steps) >= 1
         assert steps == sorted(steps)
         assert all(text.endswith(" of 4") for text in steps)
-        between = ["compiling 1 of 1"] if tier == "max" else []
-        assert seen == ["loading", *between, *steps, "done"]
+        assert seen == [*(["compiling 1 of 1"] if compiled else []), *steps, "done"]
     assert run["speedup_against_off"] is not None
     assert len(page.js("return [...window.heights]")) == 1  # nothing jumped
 

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from speed_tier.tests.browser.figures import cells
 from speed_tier.tests.browser.page import ComfyPage
 from speed_tier.tests.host.graphs import tiny_run
 
@@ -44,7 +45,7 @@ def test_the_node_shows_the_report_of_each_tier(page: ComfyPage) -> None:
         assert f"first step {run['timing']['first_step_s']:.3f} s" in text
         for feature in run["features"]:
             assert f"{feature['name']}: {feature['state']}" in text
-        planned = {"off": 0, "default": 2, "max": 5}[tier]
+        planned = {"off": 0, "default": 3, "max": 6}[tier]
         assert len(run["features"]) == planned
 
 
@@ -69,7 +70,7 @@ def test_a_model_of_another_family_is_named(page: ComfyPage) -> None:
 
 
 def test_the_text_is_in_neither_file_nor_prompt(page: ComfyPage) -> None:
-    open_run(page, "max", arch="qwen")
+    open_run(page, "default", arch="qwen")
     before = page.saved()
     text, _ = report_output(page.run())
     page.wait_report(text)
@@ -78,7 +79,7 @@ def test_the_text_is_in_neither_file_nor_prompt(page: ComfyPage) -> None:
         (node,) = [n for n in workflow["nodes"] if n["type"] == "SpeedTierReport"]
         assert not node.get("widgets_values")
         (tier,) = [n for n in workflow["nodes"] if n["type"] == "SpeedTier"]
-        assert tier["widgets_values"] == ["max"]
+        assert tier["widgets_values"] == ["default"]
     assert "served from" not in json.dumps(saved)
     assert text.splitlines()[0] not in json.dumps(saved)
     inputs = [n["inputs"] for n in page.prompt().values() if n["class_type"] == "SpeedTierReport"]
@@ -86,7 +87,7 @@ def test_the_text_is_in_neither_file_nor_prompt(page: ComfyPage) -> None:
 
 
 def test_a_saved_workflow_opens_with_its_values(page: ComfyPage) -> None:
-    open_run(page, "max")
+    open_run(page, "default")
     report_output(page.run())
     saved, prompt = page.saved(), page.prompt()
     saved["id"] = "11111111-0000-4000-8000-000000000001"
@@ -125,7 +126,7 @@ def test_a_run_belongs_to_the_workflow_it_was_queued_from(page: ComfyPage) -> No
 
 
 def test_a_page_reload_keeps_workflow_and_text(page: ComfyPage) -> None:
-    open_run(page, "max")
+    open_run(page, "default", arch="qwen")
     text, _ = report_output(page.run())
     page.wait_report(text)
     prompt = page.prompt()
@@ -133,13 +134,49 @@ def test_a_page_reload_keeps_workflow_and_text(page: ComfyPage) -> None:
         "await app.extensionManager.workflow.saveWorkflow"
         "(app.extensionManager.workflow.activeWorkflow)"
     )
+    # A run of another graph is going on, of which the page has heard something.
+    page.tell(kind="step", run_id="gone", node_id="2", phase="sampling", step=1, total=9)
+    page.wait_overlay("step 1 of 9")
     page.reload()
     page.wait("return find('SpeedTierReport')")
     assert page.prompt() == prompt
     page.wait_report(text)
+    run = newest_run(page)
+    assert page.wait_overlay("done")["cells"] == cells(run)  # not the run that the host forgot
     text, data = report_output(page.run())
     page.wait_report(text)
     assert data["from_cache"]
+
+
+def test_snapshot_and_events_in_any_order(page: ComfyPage) -> None:
+    """What the page missed comes with the snapshot, what is still to come with the events."""
+    open_run(page, "off", arch="qwen", steps=3)
+    report_output(page.run())
+    old = newest_run(page)
+    message = {"run_id": "live", "kind": "step", "node_id": old["node_id"], "step": 2, "total": 5}
+    seen = page.js(
+        """const { runs } = await load("lib/run_store.js");
+        const common = {client_id: app.api.clientId, workflow_id: String(app.rootGraph.id),
+            prompt_id: "told", started_unix_s: Date.now() / 1000, phase: "sampling", tier: "max"};
+        const ended = {...arg, ...common, outcome: "done", timing: {steps_s: []}};
+        runs.takeSnapshot({live: [{...common, ...arg}]});
+        runs.take({...common, ...arg, step: 3});
+        runs.takeSnapshot({live: [{...common, ...arg}]}); // older than the event
+        const step = runs.get("live").step;
+        runs.takeSnapshot({runs: [ended], texts: {live: "text"}, clients: {live: "page"}});
+        runs.take({...common, ...arg, step: 4}); // late news of a run that has ended
+        const end = runs.get("live");
+        runs.takeSnapshot({}); // the host was started anew: reports stay, open runs go
+        runs.take({...common, ...arg, run_id: "open"});
+        const open = runs.hasOpenRun("told");
+        runs.takeSnapshot({});
+        return {step, kind: end.kind, text: end.text, open, kept: Boolean(runs.get("live")),
+            after: runs.hasOpenRun("told")};""",
+        message,
+    )
+    assert seen == {
+        "step": 3, "kind": "report", "text": "text", "open": True, "kept": True, "after": False,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -157,6 +194,8 @@ def test_a_report_inside_a_subgraph(page: ComfyPage, inside: list[str]) -> None:
     text, data = report_output(page.run())
     page.wait_report(text)
     assert ":" in data["node_id"] or inside == ["SpeedTierReport"]
+    if inside != ["SpeedTierReport"]:
+        assert page.wait_overlay("done")["cells"] == cells(data)
     assert data["outcome"] == "done"
 
 
@@ -174,8 +213,19 @@ def test_events_reach_the_page(page: ComfyPage) -> None:
     assert message["timing"] == run["timing"]
 
 
+def test_the_report_is_copied(page: ComfyPage) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    open_run(page, "off", arch="qwen")
+    assert page.js("return document.querySelector('.speed-tier-report-copy').hidden")
+    text, _ = report_output(page.run())
+    page.wait_report(text)
+    page.js("document.querySelector('.speed-tier-report-copy').click()")
+    page.wait("return document.querySelector('.speed-tier-report-copy').title === 'Copied'")
+    assert page.page.evaluate("() => navigator.clipboard.readText()") == text
+
+
 def test_the_box_is_readable(page: ComfyPage) -> None:
-    open_run(page, "max")
+    open_run(page, "default")
     page.wait_report(report_output(page.run())[0])
     box = page.page.locator(".speed-tier-report-text").locator("visible=true")
     assert box.get_attribute("role") == "region"
@@ -194,4 +244,4 @@ def test_the_box_is_readable(page: ComfyPage) -> None:
     assert seen["moves"] == "none"
     assert seen["height"] >= 150
     assert seen["focused"]
-    assert seen["selected"].startswith("Speed Tier: max")
+    assert seen["selected"].startswith("Speed Tier: default")
