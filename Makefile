@@ -14,7 +14,7 @@ PYTEST = $(PY) -P -m pytest
 # Pinned for tests; the pack itself takes torch 2.7 and newer.
 TORCH = torch==2.14.1 torchvision==0.29.1
 
-.PHONY: help venv chromium lint unit host browser test demo bench clean
+.PHONY: help venv chromium lint unit slow host browser test demo bench clean
 
 help:
 	@echo "make demo    run Z-Image and Qwen-Image off, default and max in a real ComfyUI, on CPU"
@@ -62,8 +62,14 @@ lint: venv
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+UNIT = $(PYTEST) -q -n 2 --dist loadfile --timeout 300
+
 unit: venv
-	$(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not host and not browser" tests
+	$(UNIT) -m "not slow and not host and not browser" tests
+
+# Unit tests that build code with Inductor, most of them.
+slow: venv
+	$(UNIT) -m "slow and not host and not browser" tests
 
 host: venv
 	$(PY) -P tests/host/provision.py
@@ -74,7 +80,7 @@ browser: venv chromium
 	@if [ -d tests/browser ]; then set -x; $(PYTEST) -q --timeout 600 -m browser tests/browser; \
 	else echo "no browser tests in this checkout"; fi
 
-test: lint unit host browser
+test: lint unit slow host browser
 
 demo: venv
 	$(PY) tests/host/demo.py --output "$(OUT)"

@@ -363,6 +363,7 @@ def test_in_inference_mode(rng):
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same(rng, fast_calls):
     counter, state = CompileCounterWithBackend("inductor"), QuantState()
     state.fast = True

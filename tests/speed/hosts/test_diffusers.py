@@ -22,6 +22,8 @@ from speed_tier.tests.speed.process import full_state
 from speed_tier.tests.speed.tiny import Size, output
 from torch._dynamo.utils import counters
 
+pytestmark = pytest.mark.slow  # compiled blocks of both families, by Inductor too
+
 FORCED = {"tf32": Switch.ON, "fused_qkv": Switch.ON}
 ENGAGED = ["tf32", "fused_qkv", "regional_compile"]
 

@@ -26,6 +26,8 @@ from speed_tier.tests.speed.process import full_state
 from speed_tier.tests.speed.tiny import output, relative_error
 from torch import nn
 
+pytestmark = pytest.mark.slow  # compiled blocks of both families, by Inductor too
+
 # The K-quants need rows of 256; Z-Image's feed-forward is 8/3 of its width, so that a tiny one has
 # no such rows elsewhere. There these stand for them.
 COUSINS = {Q.Q4_K: Q.Q4_0, Q.Q5_K: Q.Q5_0, Q.Q6_K: Q.Q8_0}
