@@ -21,7 +21,7 @@ export function addReportView(node, app) {
   shown.dataset.captureWheel = "true"; // newer frontends leave the wheel to a focused element
   const said = element("span", "speed-tier-unseen");
   said.setAttribute("role", "status");
-  const copier = button("⧉", "speed-tier-button speed-tier-report-copy", async () => {
+  const copier = button(text("copy"), "speed-tier-button speed-tier-report-copy", async () => {
     const answer = text((await copy(shown.textContent)) ? "copied" : "notCopied");
     said.textContent = copier.title = answer;
   });
@@ -49,6 +49,7 @@ export function showReport(node, report) {
   if (shown.textContent !== (report || EMPTY)) copier.title = text("copyReport");
   write(shown, report || EMPTY);
   copier.hidden = !report;
+  write(copier, text("copy"));
   copier.setAttribute("aria-label", text("copyReport"));
 }
 
@@ -64,6 +65,5 @@ export const STYLE = `
   border: 1px solid var(--border-color, #4e4e4e); font: 11px/1.45 var(--font-mono, monospace); }
 .speed-tier-report-text:focus-visible { outline: 2px solid var(--primary-background, #0b8ce9);
   outline-offset: -2px; }
-.speed-tier-report-copy { position: absolute; top: 4px; right: 14px; width: 22px; height: 22px;
-  padding: 0; }
+.speed-tier-report-copy { position: absolute; top: 4px; right: 14px; padding: 0 6px; font-size: 11px; }
 `;

@@ -25,6 +25,7 @@ export const ENGLISH = {
   noFeatures: "Nothing planned: the host's own path.",
   copyJson: "Copy as JSON",
   copyText: "Copy as text",
+  copy: "Copy",
   copyReport: "Copy the report",
   copied: "Copied",
   notCopied: "Could not copy",
