@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .gguf_in_process import Facts, Host, Pair, relative
+from .gguf_in_process import LITTLE, Facts, Host, Pair, relative
 
 
 class _Walk:
@@ -41,6 +41,7 @@ class _Walk:
         if share is not None:
             self.host.unload()
         self.host.load(tiered, share)
+        offloaded = self.pair.offloaded(adapted=True)
         before = counters["stats"]["unique_graphs"]
         got = self.host.sample_as_loaded(tiered, **options)
         report = REPORTS.runs()[0].to_dict()
@@ -53,6 +54,8 @@ class _Walk:
             "engaged": [f["name"] for f in report["features"] if f["state"] == "engaged"],
             "eager": [f["note"] for f in report["features"] if "eager" in f["note"]],
             "sum": float(got.double().abs().sum()),
+            "offloaded": offloaded,
+            "still_fast": next(iter(self.pair.packed.values())).state.fast,
         }
 
 
@@ -105,8 +108,8 @@ def compile_walk(host: Host, pair: Pair) -> Facts:
             walk.step(name, switches={off: "off"})
     walk.step("both again")
     walk.step("regional only, lora", walk.loras((small, 1.0)), switches={"gguf_dequant": "off"})
-    walk.step("half loaded, lora", walk.loras((large, 1.0)), share=0.5)
-    walk.step("half loaded, lora, again", walk.loras((small, 0.5)), share=0.5)
+    walk.step("little loaded, lora", walk.loras((large, 1.0)), share=LITTLE)
+    walk.step("little loaded, lora, again", walk.loras((small, 0.5)), share=LITTLE)
     walk.step("loaded again", walk.loras((small, 1.0)))
     return walk.facts
 

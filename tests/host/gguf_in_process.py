@@ -1,8 +1,8 @@
 """Packed models beside dense ones of equal weights, in one process with a real ComfyUI.
 
 Imported by a test it gives `run_scenarios`; started as a script it makes tiny models of one family,
-goes through scenarios (gguf_scenarios.py, gguf_compile.py) and prints one JSON line of facts for
-each. What is right or wrong is for the test to say.
+goes through scenarios (gguf_loads.py, gguf_guests.py, gguf_compile.py) and prints one JSON line of
+facts for each. What is right or wrong is for the test to say.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ REPO = Path(__file__).resolve().parents[2]
 HOST_ARGS = ["--cpu", "--use-pytorch-cross-attention"]
 TIMEOUT_S = 900
 STEPS, TOKENS, TEXT_WIDTH = 2, 12, 64
+LITTLE = 0.1  # of a model's size: the layers with a LoRA are the last that the host offloads
 Facts = dict[str, Any]
 
 
@@ -73,6 +74,21 @@ class Pair:
     @property
     def both(self) -> tuple[Any, Any]:
         return self.dense, self.quant
+
+    def addresses(self) -> list[int]:
+        return [layer.weight.data_ptr() for layer in self.packed.values()]
+
+    def offloaded(self, adapted: bool = False) -> int:
+        """Packed layers that the host counts as not on the card; `adapted`: those with a LoRA."""
+        return sum(
+            getattr(layer, "comfy_patched_weights", False) is not True
+            and (layer.adapters is not None or not adapted)
+            for layer in self.packed.values()
+        )
+
+    def host_functions(self) -> int:
+        """Functions of the host's on packed weights, called at every forward."""
+        return sum(len(layer.weight_function) for layer in self.packed.values())
 
 
 class Host:
@@ -270,11 +286,11 @@ def main(host: str, arch: str, wanted: str, files: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from speed_tier.tests.host import gguf_compile, gguf_scenarios
+    from speed_tier.tests.host import gguf_compile, gguf_guests, gguf_loads
 
     here_host = Host()
     parts: dict[str, tuple[Callable[[Host, Pair], Facts], ...]]
-    parts = {**gguf_scenarios.PARTS, **gguf_compile.PARTS}
+    parts = {**gguf_loads.PARTS, **gguf_guests.PARTS, **gguf_compile.PARTS}
     with torch.inference_mode():
         pair = here_host.pair(arch)
         pair.plain = here_host.sample(pair.dense)
