@@ -67,7 +67,7 @@ UNIT = $(PYTEST) -q -n 2 --dist loadfile --timeout 300
 unit: venv
 	$(UNIT) -m "not slow and not host and not browser" tests
 
-# Unit tests that build code with Inductor, most of them.
+# Unit tests that compile blocks, and the long fuzzing run.
 slow: venv
 	$(UNIT) -m "slow and not host and not browser" tests
 

@@ -64,6 +64,7 @@ def mutate(content, header, rng):
     return bytes(data)
 
 
+@pytest.mark.slow
 def test_thousands_of_mutations(tmp_path, small_file):
     data, header = small_file
     rng = random.Random(1234)

@@ -26,6 +26,8 @@ from speed_tier.tests.speed.optimizations.compiling import EAGER, graphs
 from speed_tier.tests.speed.process import full_state
 from speed_tier.tests.speed.tiny import WIDTH, toy_input
 
+pytestmark = pytest.mark.slow  # blocks are compiled
+
 DEQUANT = GgufDequant()
 
 

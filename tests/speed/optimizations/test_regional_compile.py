@@ -28,6 +28,8 @@ from speed_tier.tests.speed.process import full_state
 from speed_tier.tests.speed.tiny import Toy, ToyBlock, toy, toy_input
 from torch import nn
 
+pytestmark = pytest.mark.slow  # blocks are compiled
+
 
 @pytest.fixture(autouse=True)
 def nothing_leaks():

@@ -21,6 +21,8 @@ from speed_tier.tests.speed.tiny import Toy, ToyBlock, toy, toy_input
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+pytestmark = pytest.mark.slow  # blocks are compiled
+
 
 @pytest.fixture(autouse=True)
 def nothing_leaks():
@@ -75,7 +77,6 @@ def test_a_host_that_hides_compile_errors_does_not_hide_ours():
         assert "no compiler for you" in run.handles[0].fell_back
 
 
-@pytest.mark.slow
 def test_a_temporary_folder_that_compile_commands_take_apart(monkeypatch, tmp_path):
     from torch._inductor import cpu_vec_isa
     from torch._inductor.codecache import _precompile_header
