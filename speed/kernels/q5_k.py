@@ -16,7 +16,7 @@ Weight = d * scale * five-bit code - dmin * minimum.
 import triton
 import triton.language as tl
 
-from .codes import shift_left, six_bit_pair, to_float
+from .codes import six_bit_pair, to_float
 from .launch import DequantKernel
 
 
@@ -30,34 +30,40 @@ def _dequantize_q5_k_kernel(
     halves_ptr = packed_ptr.to(tl.pointer_type(tl.float16))
     words_ptr = packed_ptr.to(tl.pointer_type(tl.uint16))
     block = tl.arange(0, TILE)[:, None]
-    lane = tl.arange(0, 32)[None, :]
+    group = tl.arange(0, 4)[None, :]
     mask = block < n_quant_blocks - first
     d = tl.load(halves_ptr + block * 88, mask=mask, other=0.0).to(tl.float32)
     dmin = tl.load(halves_ptr + block * 88 + 1, mask=mask, other=0.0).to(tl.float32)
-    codes_ptr = packed_ptr + block * 176 + 48 + lane
-    fifth = tl.load(packed_ptr + block * 176 + 16 + lane, mask=mask, other=0).to(tl.int32)
-    outs = out_ptr + block * 256 + lane
-    # A column of the tile holds a weight of every sub-block, so that a byte of fifth bits is
-    # loaded and unpacked once for its eight weights.
-    for group in tl.static_range(4):
-        scale_even, scale_odd, min_even, min_odd = six_bit_pair(
-            words_ptr, block * 88 + 2, group, mask, MANTISSA
-        )
-        codes = tl.load(codes_ptr + group * 32, mask=mask, other=0).to(tl.int32)
-        even = (codes & 0x0F) | (shift_left(fifth, 4 - group * 2) & 0x10)
-        odd = (codes & 0xF0) | (shift_left(fifth, 7 - group * 2) & 0x100)
-        even = (d * scale_even) * to_float(even, 0, MANTISSA) - dmin * min_even
-        odd = (d * scale_odd * 0.0625) * to_float(odd, 0, MANTISSA) - dmin * min_odd
-        tl.store(outs + group * 64, even.to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(outs + group * 64 + 32, odd.to(out_ptr.dtype.element_ty), mask=mask)
+    scale_even, scale_odd, min_even, min_odd = six_bit_pair(
+        words_ptr, block * 88 + 2, group, mask, MANTISSA
+    )
+
+    lane = tl.arange(0, 32)[None, None, :]
+    block, group, mask = block[:, :, None], group[:, :, None], mask[:, :, None]
+    block_ptr = packed_ptr + block * 176
+    codes = tl.load(block_ptr + 48 + group * 32 + lane, mask=mask, other=0).to(tl.int32)
+    # Every group loads the same 32 bytes again, from cache: that leaves loads of 16 bytes a thread,
+    # which is worth more (0.96 of copy against 0.88) than unpacking a byte once for all groups.
+    fifth = tl.load(block_ptr + 16 + group * 0 + lane, mask=mask, other=0).to(tl.int32)
+    fifth = fifth >> (group * 2)
+    even = (codes & 0x0F) | ((fifth << 4) & 0x10)
+    odd = (codes & 0xF0) | ((fifth << 7) & 0x100)
+    even = (d * scale_even)[:, :, None] * to_float(even, 0, MANTISSA) - (dmin * min_even)[
+        :, :, None
+    ]
+    odd = (d * scale_odd * 0.0625)[:, :, None] * to_float(odd, 0, MANTISSA)
+    odd -= (dmin * min_odd)[:, :, None]
+    outs = out_ptr + block * 256 + group * 64 + lane
+    tl.store(outs, even.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(outs + 32, odd.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 KERNEL = DequantKernel(
     jit=_dequantize_q5_k_kernel,
     block_size=256,
     type_size=176,
-    tile=16,
-    num_warps=4,
+    tile=4,
+    num_warps=1,
     mantissa=False,
-    sweep=((2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4), (16, 2), (16, 4), (32, 2), (32, 4)),
+    sweep=((2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (16, 4), (32, 8)),
 )

@@ -37,13 +37,15 @@ def _dequantize_q6_k_kernel(
     lane = tl.arange(0, 16)[None, None, :]
     block3, part3, mask3 = block[:, :, None], part[:, :, None], mask[:, :, None]
     lows_ptr = packed_ptr + block3 * 210 + (part3 >> 1) * 64 + (part3 & 1) * 16 + lane
-    near = tl.load(lows_ptr, mask=mask3, other=0).to(tl.int32)
-    far = tl.load(lows_ptr + 32, mask=mask3, other=0).to(tl.int32)
-    high = tl.load(packed_ptr + block3 * 210 + 128 + part3 * 16 + lane, mask=mask3, other=0)
+    # The file's 210 bytes a block allow loads of two bytes only. What helps is to give the many
+    # masked-off registers no value, and to let the stores stream past the cache.
+    near = tl.load(lows_ptr, mask=mask3).to(tl.int32)
+    far = tl.load(lows_ptr + 32, mask=mask3).to(tl.int32)
+    high = tl.load(packed_ptr + block3 * 210 + 128 + part3 * 16 + lane, mask=mask3)
     high = high.to(tl.int32)
     outs = out_ptr + block3 * 256 + (part3 >> 1) * 128 + (part3 & 1) * 16 + lane
     for quarter in tl.static_range(4):
-        scale = tl.load(scales_ptr + quarter * 2, mask=mask, other=0)
+        scale = tl.load(scales_ptr + quarter * 2, mask=mask)
         scale = d * signed_to_float(scale, MANTISSA)
         low = near if quarter % 2 == 0 else far
         if quarter < 2:
@@ -52,15 +54,16 @@ def _dequantize_q6_k_kernel(
         else:
             code = (low & 0xF0) | ((high << (8 - quarter * 2)) & 0x300)
             out = (scale * 0.0625)[:, :, None] * to_float(code, 512, MANTISSA)
-        tl.store(outs + quarter * 32, out.to(out_ptr.dtype.element_ty), mask=mask3)
+        out = out.to(out_ptr.dtype.element_ty)
+        tl.store(outs + quarter * 32, out, mask=mask3, cache_modifier=".cs")
 
 
 KERNEL = DequantKernel(
     jit=_dequantize_q6_k_kernel,
     block_size=256,
     type_size=210,
-    tile=8,
+    tile=4,
     num_warps=1,
     mantissa=False,
-    sweep=((8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8)),
+    sweep=((2, 1), (4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8)),
 )
