@@ -21,39 +21,80 @@ import time
 import traceback
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .gguf_file import remove, write_model
-from .host_session import REPO, enter_host, sample
+from .host_session import REPO, enter_host, random_model, sample
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "tiers.jsonl"
 LORA_RANK = 32
-# name -> (loader, tier or "" for an untiered model, how a LoRA is put on or "")
-RUNNERS: dict[str, tuple[str, str, str]] = {
-    "off": ("ours", "off", ""),
-    "default": ("ours", "default", ""),
-    "max": ("ours", "max", ""),
-    "comfyui-gguf": ("pack", "", ""),
-    "comfyui-gguf + default": ("pack", "default", ""),
-    "default, LoRA": ("ours", "default", "adapters"),
-    "default, LoRA added to the weight": ("ours", "default", "addmm"),
-    "default, LoRA by the host": ("ours", "default", "rewrite"),
-    "max, LoRA": ("ours", "max", "adapters"),
-    "comfyui-gguf, LoRA": ("pack", "", "adapters"),
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One way of running a model.
+
+    Attributes:
+        loader: "ours", "pack" (ComfyUI-GGUF) or "dense" (bf16 weights of its own).
+        tier: "" for an untiered model.
+        lora: how a LoRA is put on: "adapters", "addmm", "rewrite", or "".
+        off: features switched off.
+        node: a compile node in the graph: "core", "kj", "kj dynamic", or "".
+    """
+
+    loader: str
+    tier: str = ""
+    lora: str = ""
+    off: tuple[str, ...] = ()
+    node: str = ""
+
+
+_NO_GRAPH = ("graph_capture",)
+RUNNERS: dict[str, Runner] = {
+    "off": Runner("ours", "off"),
+    "default": Runner("ours", "default"),
+    "default, no graph": Runner("ours", "default", off=_NO_GRAPH),
+    "max": Runner("ours", "max"),
+    "max, no graph": Runner("ours", "max", off=_NO_GRAPH),
+    "comfyui-gguf": Runner("pack"),
+    "core-compile": Runner("pack", node="core"),
+    "kj-compile": Runner("pack", node="kj"),
+    "kj-compile dynamic": Runner("pack", node="kj dynamic"),
+    "comfyui-gguf + default": Runner("pack", "default"),
+    "default, LoRA": Runner("ours", "default", "adapters"),
+    "default, LoRA added to the weight": Runner("ours", "default", "addmm"),
+    "default, LoRA by the host": Runner("ours", "default", "rewrite"),
+    "max, LoRA": Runner("ours", "max", "adapters"),
+    "comfyui-gguf, LoRA": Runner("pack", lora="adapters"),
+    "dense off": Runner("dense", "off"),
+    "dense default": Runner("dense", "default"),
+    "dense max": Runner("dense", "max"),
+    "dense kj-compile": Runner("dense", node="kj"),
+    "dense kj-compile dynamic": Runner("dense", node="kj dynamic"),
 }
 
 
-def load_ours(path: Path, pack: Any) -> Any:
+def load_ours(path: Path, family: str, options: Any) -> Any:
     from speed_tier.speed.hosts import comfy_loader
 
     return comfy_loader.load_model(str(path))
 
 
-def load_pack(path: Path, pack: Any) -> Any:
+def load_dense(path: Path, family: str, options: Any) -> Any:
+    """The same architecture in bf16, with random weights of its own."""
+    import torch
+
+    return random_model(family, torch.bfloat16, options.layers)
+
+
+def load_pack(path: Path, family: str, options: Any) -> Any:
     """What the pack's loader node does, with a path in place of a name."""
     import folder_paths
+
+    pack = options.pack
 
     folder_paths.add_model_folder_path("unet", str(path.parent))
     return pack.NODE_CLASS_MAPPINGS["UnetLoaderGGUF"]().load_unet(path.name)[0]
@@ -74,11 +115,37 @@ def import_pack(folder: str) -> Any:
     return module
 
 
-def tiered(model: Any, tier: str) -> Any:
-    from speed_tier.speed import TierRequest, resolve_tier
+LOADERS = {"ours": load_ours, "pack": load_pack, "dense": load_dense}
+
+
+def compiled(model: Any, node: str, kj_folder: str) -> Any:
+    """What a compile node returns: the host's own, or KJNodes' at its settings for blocks."""
+    if node == "core":
+        from comfy_extras.nodes_torch_compile import TorchCompileModel
+
+        return TorchCompileModel.execute(model, "inductor")[0]
+    path = Path(kj_folder) / "nodes" / "model_optimization_nodes.py"
+    spec = importlib.util.spec_from_file_location("kj_model_optimization_nodes", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.TorchCompileModelAdvanced().patch(
+        model,
+        backend="inductor",
+        fullgraph=False,
+        mode="default",
+        dynamic="true" if node.endswith("dynamic") else "false",
+        dynamo_cache_size_limit=64,
+        compile_transformer_blocks_only=True,
+        debug_compile_keys=False,
+    )[0]
+
+
+def tiered(model: Any, tier: str, off: tuple[str, ...] = ()) -> Any:
+    from speed_tier.speed import Switch, TierRequest, resolve_tier
     from speed_tier.speed.hosts import comfy
 
-    request = TierRequest(resolve_tier(tier, is_gguf=True))
+    request = TierRequest(resolve_tier(tier, is_gguf=True), dict.fromkeys(off, Switch.OFF))
     return comfy.tier_clone(model, request, lambda report: lambda kind, data: None)
 
 
@@ -138,7 +205,9 @@ def _added_to_the_weight(layer: Any, input: Any, packed: Any, bias: Any) -> Any:
     return F.linear(input, dense, bias)
 
 
-def timed_run(model: Any, family: str, size: int, steps: int) -> tuple[list[float], float, Any]:
+def timed_run(
+    model: Any, family: str, size: int, steps: int, batch: int = 1, cfg: float = 1.0
+) -> tuple[list[float], float, Any]:
     """Milliseconds between sampler callbacks, seconds of the whole run, and the latents."""
     import torch
 
@@ -153,7 +222,7 @@ def timed_run(model: Any, family: str, size: int, steps: int) -> tuple[list[floa
             marks.append(time.perf_counter())
 
     started = time.perf_counter()
-    latents = sample(model, family, size, size, steps=steps, callback=callback)
+    latents = sample(model, family, size, size, batch, steps, cfg, callback=callback)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     total_s = time.perf_counter() - started
@@ -164,34 +233,44 @@ def timed_run(model: Any, family: str, size: int, steps: int) -> tuple[list[floa
 
 
 def measure(
-    model: Any, runner: str, family: str, size: int, steps: int, references: dict[Any, Any]
+    model: Any, runner: str, family: str, size: int, options: Any, references: dict[Any, Any]
 ) -> dict[str, Any]:
     import torch
 
+    setting = (options.steps, options.batch, options.cfg)
+
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    _, first_run_s, _ = timed_run(model, family, size, steps)
-    first = _newest_report() if RUNNERS[runner][1] else None
-    steps_ms, second_run_s, latents = timed_run(model, family, size, steps)
-    again_ms, _, _ = timed_run(model, family, size, steps)
+    first_ms, first_run_s, _ = timed_run(model, family, size, *setting)
+    first = _newest_report() if RUNNERS[runner].tier else None
+    # The second run still makes what pays from a second run on.
+    timed_run(model, family, size, *setting)
+    steps_ms, later_run_s, latents = timed_run(model, family, size, *setting)
     # One-step latents: over more steps two right answers drift apart.
-    one_step = sample(model, family, size, size, steps=1).double()
-    reference = references.setdefault((size, bool(RUNNERS[runner][2])), one_step)
-    ordered = sorted(steps_ms + again_ms)
+    one_step = sample(model, family, size, size, options.batch, 1, options.cfg).double()
+    # The dense runners have weights of their own.
+    kind = (size, bool(RUNNERS[runner].lora), RUNNERS[runner].loader == "dense")
+    reference = references.setdefault(kind, one_step)
+    ordered = sorted(steps_ms)
     row = {
         "ms_p50": statistics.median(ordered),
         "ms_p20": ordered[len(ordered) // 5],
         "ms_p80": ordered[len(ordered) * 4 // 5],
+        "first_run_ms_p50": statistics.median(first_ms),
         "first_run_s": first_run_s,
-        "first_run_tax_s": first_run_s - second_run_s,
+        "first_run_tax_s": first_run_s - later_run_s,
         "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         # Against the first runner of the same file with the same LoRA, or none.
         "distance": float((one_step - reference).norm() / reference.norm()),
         "finite": bool(latents.isfinite().all()),
     }
     if first is not None:
-        row["engaged"] = _newest_report().engaged()
+        newest = _newest_report()
+        row["engaged"] = newest.engaged()
         row["compile_s"] = first.compile.seconds
+        row["graphs"] = vars(newest.graphs)
+        if (graph := newest.feature("graph_capture")) is not None:
+            row["graph_capture"] = graph.reason or graph.note
     return row
 
 
@@ -202,25 +281,27 @@ def _newest_report() -> Any:
 
 
 def run_runner(
-    runner: str, path: Path, family: str, pack: Any, options: Any, references: Any, emit: Any
+    name: str, path: Path, family: str, options: Any, references: Any, emit: Any
 ) -> None:
     import comfy.model_management as management
     import torch
 
-    loader, tier, lora = RUNNERS[runner]
-    restore = lora_route(lora)
+    runner = RUNNERS[name]
+    restore = lora_route(runner.lora)
     try:
         with torch.inference_mode():
             started = time.perf_counter()
-            model = (load_ours if loader == "ours" else load_pack)(path, pack)
+            model = LOADERS[runner.loader](path, family, options)
             load_s = time.perf_counter() - started
-            if lora:
+            if runner.lora:
                 model = with_lora(model, LORA_RANK)
-            if tier:
-                model = tiered(model, tier)
+            if runner.node:
+                model = compiled(model, runner.node, options.kj)
+            if runner.tier:
+                model = tiered(model, runner.tier, runner.off)
         for size in options.sizes:
-            row = measure(model, runner, family, size, options.steps, references)
-            emit({"runner": runner, "width": size, "height": size, "load_s": load_s, **row})
+            row = measure(model, name, family, size, options, references)
+            emit({"runner": name, "width": size, "height": size, "load_s": load_s, **row})
     finally:
         restore()
         management.unload_all_models()
@@ -229,7 +310,7 @@ def run_runner(
         management.soft_empty_cache()
 
 
-def run_family(family: str, pack: Any, options: argparse.Namespace, emit: Any) -> None:
+def run_family(family: str, options: argparse.Namespace, emit: Any) -> None:
     path = Path(options.folder) / f"speed_tier_bench_{family}.gguf"
     deadline = time.monotonic() + options.budget_s
     references: dict[Any, Any] = {}
@@ -237,14 +318,15 @@ def run_family(family: str, pack: Any, options: argparse.Namespace, emit: Any) -
         counts = write_model(path, family, options.recipe, options.layers)
         print(f"{path.name}: {path.stat().st_size / 1e9:.2f} GB, {counts}", flush=True)
         for runner in options.runners:
-            loader = RUNNERS[runner][0]
-            if loader == "pack" and pack is None:
+            if RUNNERS[runner].loader == "pack" and options.pack is None:
+                continue
+            if RUNNERS[runner].node.startswith("kj") and not options.kj:
                 continue
             if time.monotonic() > deadline:
                 emit({"runner": runner, "failed": "out of time"})
                 continue
             try:
-                run_runner(runner, path, family, pack, options, references, emit)
+                run_runner(runner, path, family, options, references, emit)
             except Exception as error:
                 traceback.print_exc()
                 emit({"runner": runner, "failed": repr(error)[:300]})
@@ -256,11 +338,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--comfy", required=True, help="a ComfyUI checkout")
     parser.add_argument("--gguf-pack", help="a ComfyUI-GGUF checkout")
+    parser.add_argument("--kj", default="", help="a ComfyUI-KJNodes checkout")
     parser.add_argument("--families", default=["z_image", "qwen_image"], type=_words)
     parser.add_argument("--sizes", default=[1024, 512], type=lambda s: [int(x) for x in _words(s)])
     parser.add_argument("--runners", default=list(RUNNERS), type=lambda s: s.split(";"))
     parser.add_argument("--recipe", default="Q4_K_M")
     parser.add_argument("--steps", default=8, type=int)
+    parser.add_argument("--batch", default=1, type=int)
+    parser.add_argument("--cfg", default=1.0, type=float, help="above 1: two conditions a step")
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="for the model files")
     parser.add_argument("--allocator", default="cudaMallocAsync")
@@ -270,17 +355,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     out, command = options.out.resolve(), command_line("bench.tiers")
+    options.kj = str(Path(options.kj).resolve()) if options.kj else ""
     pack_folder = str(Path(options.gguf_pack).resolve()) if options.gguf_pack else ""
     enter_host(str(Path(options.comfy).resolve()), options.allocator, options.host_args)
     record = Recorder(out, command, options.allocator, options.commit)
-    pack = import_pack(pack_folder) if pack_folder else None
+    options.pack = import_pack(pack_folder) if pack_folder else None
     for family in options.families:
 
         def emit(row: dict[str, Any], family: str = family) -> None:
-            facts = {"family": family, "format": options.recipe, "batch": 1}
+            facts = {"family": family, "batch": options.batch, "cfg": options.cfg}
+            dense = RUNNERS[row["runner"]].loader == "dense"
+            facts["format"] = "bf16" if dense else options.recipe
             record({**facts, "layers": options.layers, **row})
 
-        run_family(family, pack, options, emit)
+        run_family(family, options, emit)
 
 
 def _words(text: str) -> list[str]:

@@ -24,6 +24,7 @@ FEATURE_TOOLTIPS = {
     "tf32": "fp32 matrix products in TF32: faster on compute capability 8.0 and up, rounds more.",
     "fused_qkv": "One matrix product for q, k and v where the model has three.",
     "regional_compile": "Compile the repeated blocks, once per kind of block.",
+    "graph_capture": "Replay a whole call as one CUDA graph, where that measures faster.",
 }
 
 

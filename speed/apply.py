@@ -238,13 +238,16 @@ class Run:
             elif name in disabled_features():
                 _skip(engagement, optimization, "switched off by SPEED_TIER_DISABLE")
             else:
-                self._install(engagement, optimization, self._context(call, detected, name))
+                ctx = self._context(call, detected, name, tuple(engagement.handles))
+                self._install(engagement, optimization, ctx)
         handles = engagement.handles.values()
         engagement.patches = PatchSet([patch for handle in handles for patch in handle.patches])
         engagement.options = {k: v for handle in handles for k, v in handle.options.items()}
         return engagement
 
-    def _context(self, call: Call, detected: tuple[Family, str], name: str) -> Context:
+    def _context(
+        self, call: Call, detected: tuple[Family, str], name: str, engaged: tuple[str, ...]
+    ) -> Context:
         family, stack = detected
         return Context(
             denoiser=call.denoiser,
@@ -259,6 +262,7 @@ class Run:
             host=call.host,
             forced=self.request.switches.get(name) is Switch.ON,
             compiling=self._compiling,
+            engaged=engaged,
         )
 
     def _install(self, engagement: Engagement, optimization: Optimization, ctx: Context) -> None:
@@ -382,12 +386,20 @@ class Run:
         for engagement in self._engagements.values():
             report.model = engagement.model
             report.features = _settled(engagement)
+            for handle in engagement.handles.values():
+                report.graphs = handle.graph_facts() or report.graphs
         report.compile = self._compiled()
         report.flags["after"] = describe(snapshot())
         if clock.device.type == "cuda" and torch.cuda.is_available():
-            report.peak_bytes = torch.cuda.max_memory_allocated(clock.device)
+            report.peak_bytes = max(torch.cuda.max_memory_allocated(clock.device), *self._peaks())
         report.speedup_against_off = REPORTS.speedup_against_off(report)
         report.notices = report.find_notices()
+
+    def _peaks(self) -> Iterator[int]:
+        yield 0
+        for engagement in self._engagements.values():
+            for handle in engagement.handles.values():
+                yield handle.peak_bytes
 
 
 _numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -432,6 +444,8 @@ def _settled(engagement: Engagement) -> list[FeatureOutcome]:
         outcome.note = handle.note
         if handle.fell_back:
             outcome.state, outcome.reason = State.FELL_BACK, handle.fell_back
+        elif handle.not_used:
+            outcome.state, outcome.reason = State.SKIPPED, handle.not_used
     return engagement.outcomes
 
 

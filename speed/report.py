@@ -127,6 +127,25 @@ class CompileFacts:
 
 
 @dataclass
+class GraphFacts:
+    """CUDA graphs in one run.
+
+    Attributes:
+        captured: Graphs made in this run.
+        kept: Graphs of this model that are kept now.
+        replayed: Denoiser calls that were replays.
+        pool_bytes: Device memory of the kept ones.
+        not_replayed: Calls that were not, by reason.
+    """
+
+    captured: int = 0
+    kept: int = 0
+    replayed: int = 0
+    pool_bytes: int = 0
+    not_replayed: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
 class Notice:
     """What a person should be told once, not only find in the report.
 
@@ -159,6 +178,7 @@ class Report:
     features: list[FeatureOutcome] = field(default_factory=list)
     timing: Timing = field(default_factory=Timing)
     compile: CompileFacts = field(default_factory=CompileFacts)
+    graphs: GraphFacts = field(default_factory=GraphFacts)
     latent_shape: list[int] = field(default_factory=list)
     text_tokens: int = 0
     sampler: str = ""
@@ -315,6 +335,12 @@ def _timing_lines(report: Report) -> list[str]:
         lines.append(
             f"compiled in this run: {kinds}; {compiled.recompiles} of them recompiles, "
             f"{sum(compiled.graph_breaks.values())} graph breaks, {compiled.seconds:.1f} s"
+        )
+    graphs = report.graphs
+    if graphs.captured or graphs.replayed:
+        lines.append(
+            f"CUDA graphs: {graphs.captured} captured in this run, {graphs.kept} kept "
+            f"({graphs.pool_bytes / 2**30:.2f} GiB), {graphs.replayed} calls replayed"
         )
     if report.speedup_against_off is not None:
         lines.append(

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,6 +28,7 @@ from torch import nn
 
 from ..apply import Call, Publish, Run, TieredModel, TierRequest
 from ..optimizations.base import HostFacts
+from ..patching import Patch, PatchSet
 from ..report import Report
 from ..tiers import Tier
 
@@ -211,7 +213,32 @@ def _host_facts(
         attention=getattr(comfy.ops, "scaled_dot_product_attention", None),
         check_interrupt=comfy.model_management.throw_exception_if_processing_interrupted,
         spare_bytes=lambda: _spare_bytes(model, x),
+        hold_interrupts=_hold_interrupts,
+        state_folder=_state_folder(),
     )
+
+
+def _state_folder() -> Path:
+    import folder_paths
+
+    # Marked as the system's, so that the host serves it to nobody.
+    return Path(folder_paths.get_user_directory()) / "__speed_tier"
+
+
+def _hold_interrupts() -> PatchSet:
+    """While entered, the host's layers do not ask in this thread whether the user cancelled."""
+    import comfy.ops
+
+    ask = getattr(comfy.ops, "run_every_op", None)
+    if ask is None:
+        return PatchSet(())
+    held_in = threading.get_ident()
+
+    def ask_later() -> None:
+        if threading.get_ident() != held_in:
+            ask()
+
+    return PatchSet([Patch(comfy.ops, "run_every_op", ask_later)])
 
 
 def _spare_bytes(model: Any, x: torch.Tensor) -> int:

@@ -10,10 +10,12 @@ from .cudnn_benchmark import CudnnBenchmark
 from .dequant_cache import DequantCache
 from .fused_qkv import FusedQkv
 from .gguf_dequant import GgufDequant
+from .graph_capture import GraphCapture
 from .regional_compile import RegionalCompile
 from .tf32 import Tf32
 
-# Flags first, then what changes modules, and the compile last: it traces what the others put in.
+# Flags first, then what changes modules, then the compile, which traces what the others put in, and
+# the graph last, which records what they all come to.
 OPTIMIZATIONS: Final[tuple[Optimization, ...]] = (
     Tf32(),
     CudnnBenchmark(),
@@ -22,4 +24,5 @@ OPTIMIZATIONS: Final[tuple[Optimization, ...]] = (
     DequantCache(),
     FusedQkv(),
     RegionalCompile(),
+    GraphCapture(),
 )

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from ..env import Capabilities
 from ..families.base import Family
 from ..patching import Patch
-from ..report import CompileFacts
+from ..report import CompileFacts, GraphFacts
 
 
 class Fidelity(str, Enum):
@@ -36,6 +37,8 @@ class HostFacts:
         attention: The attention the host would run: (q, k, v) of (B, H, N, D); None = plain SDPA.
         check_interrupt: Raises if the user cancelled; called between blocks.
         spare_bytes: Device memory that neither the weights nor one forward of this size need.
+        hold_interrupts: While entered, a cancel waits.
+        state_folder: Where the pack may keep files between processes, None = nowhere.
     """
 
     compiled_by: str = ""
@@ -44,11 +47,13 @@ class HostFacts:
     attention: Callable[..., torch.Tensor] | None = None
     check_interrupt: Callable[[], None] | None = None
     spare_bytes: Callable[[], int] | None = None
+    hold_interrupts: Callable[[], contextlib.AbstractContextManager[object]] | None = None
+    state_folder: Path | None = None
 
 
 @dataclass(frozen=True)
 class Context:
-    """One denoiser at the first call of one run: weights are loaded, nothing is installed yet.
+    """One denoiser at the first call of one run: the weights are loaded.
 
     Attributes:
         denoiser: The transformer that will be called.
@@ -62,6 +67,7 @@ class Context:
         host: What the host says.
         forced: The Advanced node says "on" for this optimization.
         compiling: Told (kind, index, count) when a compile starts.
+        engaged: Optimizations installed before this one in this run.
     """
 
     denoiser: nn.Module
@@ -76,6 +82,7 @@ class Context:
     host: HostFacts = field(default_factory=HostFacts)
     forced: bool = False
     compiling: Callable[[str, int, int], None] | None = None
+    engaged: tuple[str, ...] = ()
 
 
 @dataclass
@@ -88,6 +95,8 @@ class Handle:
         options: Entries added to the host's transformer_options for every call.
         note: Figures for the report.
         fell_back: Set when the optimization gave up in mid-run: the reason.
+        not_used: Set when it turned out that there was nothing to gain: the reason.
+        peak_bytes: Highest device memory before the optimization reset torch's own mark.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -95,6 +104,8 @@ class Handle:
     options: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     fell_back: str = ""
+    not_used: str = ""
+    peak_bytes: int = 0
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Context around every denoiser call."""
@@ -102,6 +113,10 @@ class Handle:
 
     def compile_facts(self) -> CompileFacts | None:
         """What was compiled in this run, for an optimization that compiles."""
+        return None
+
+    def graph_facts(self) -> GraphFacts | None:
+        """What was captured and replayed, for an optimization that uses CUDA graphs."""
         return None
 
     def remove(self) -> None:

@@ -35,6 +35,7 @@ from ..patching import GradOff, Patch, is_replaced
 from ..report import CompiledKind, CompileFacts
 from . import dynamo
 from .base import Context, Fidelity, Handle
+from .call_mode import MODE
 
 log = logging.getLogger("speed_tier.regional_compile")
 
@@ -194,7 +195,7 @@ class BlockCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.runs[-1] if self.runs else None
-        if run is None or not run.may_compile(self):
+        if run is None or MODE.eager_blocks or not run.may_compile(self):
             return self.eager(args, kwargs)
         run.check_interrupt()
         before = dynamo.graph_count()
@@ -296,7 +297,7 @@ class _RunState:
 
     def check_interrupt(self) -> None:
         # Compiled code cannot be interrupted inside; between blocks it can.
-        if self._interrupt is not None:
+        if self._interrupt is not None and not MODE.uninterrupted:
             self._interrupt()
 
     def announce(self, kind: Kind) -> None:

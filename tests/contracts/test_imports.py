@@ -20,12 +20,15 @@ ROOMS = {
     },
     "optimizations": {
         *("kernels", "gguf", "families", "patching", "flags", "probe", "report", "timing"),
-        *("env", "errors"),
+        *("cuda_graph", "env", "errors"),
     },
     "gguf": {"kernels", "env", "errors"},
     **{
         room: {"env", "errors"}
-        for room in ("families", "patching", "flags", "probe", "timing", "report", "kernels")
+        for room in (
+            *("families", "patching", "flags", "probe", "timing", "report", "kernels"),
+            "cuda_graph",
+        )
     },
     "tiers": {"env", "errors"},
     "env": {"errors"},

@@ -13,6 +13,7 @@ FEATURES = (
     "tf32",
     "fused_qkv",
     "regional_compile",
+    "graph_capture",
 )
 TEXT_WIDTH = {"tiny": 64, "zimage": 2560, "qwen": 3584}
 

@@ -1,97 +1,18 @@
 """The main path: plan, install in order, wrap every call, undo in reverse, report."""
 
-import contextlib
 import json
 import threading
-from dataclasses import dataclass, field
 
 import pytest
 import torch
-from speed_tier.speed import REPORTS, Call, Switch, TieredModel, TierRequest, resolve_tier
+from speed_tier.speed import REPORTS, Switch
 from speed_tier.speed.flags import FLAGS, TF32
-from speed_tier.speed.optimizations.base import Fidelity, Handle
 from speed_tier.speed.patching import Patch, active_patches
-from speed_tier.speed.report import CompiledKind, CompileFacts, State
+from speed_tier.speed.report import CompiledKind, CompileFacts, GraphFacts, State
 from speed_tier.tests.speed import tiny
 from speed_tier.tests.speed.process import full_state
+from speed_tier.tests.speed.runs import Fake, Session
 from torch import nn
-
-
-@dataclass
-class FakeHandle(Handle):
-    name: str = ""
-    log: list = field(default_factory=list)
-    fails_on_remove: bool = False
-    facts: CompileFacts | None = None
-
-    @contextlib.contextmanager
-    def scope(self):
-        self.log.append(f"enter {self.name}")
-        try:
-            yield
-        finally:
-            self.log.append(f"leave {self.name}")
-
-    def compile_facts(self):
-        return self.facts
-
-    def remove(self):
-        self.log.append(f"remove {self.name}")
-        if self.fails_on_remove:
-            raise RuntimeError("cannot be taken out")
-
-
-@dataclass(frozen=True, eq=False)
-class Fake:
-    """An optimization that does what it is told and writes down when."""
-
-    name: str
-    log: list
-    reason: str | None = None
-    check_raises: BaseException | None = None
-    install_raises: BaseException | None = None
-    handle: dict = field(default_factory=dict)
-    fidelity = Fidelity.ROUNDING
-
-    def check(self, context):
-        self.log.append(f"check {self.name}")
-        if self.check_raises:
-            raise self.check_raises
-        return self.reason
-
-    def install(self, context):
-        self.log.append(f"install {self.name}")
-        if self.install_raises:
-            raise self.install_raises
-        return FakeHandle(name=self.name, log=self.log, **self.handle)
-
-    def release(self, denoiser):
-        self.log.append(f"release {self.name}")
-
-
-class Session:
-    """One run of a tiered model on a tiny denoiser, with everything that was told to the page."""
-
-    def __init__(self, *optimizations, tier="max", switches=None, model=None):
-        on = {row.name: Switch.ON for row in optimizations} if tier == "max" else {}
-        request = TierRequest(
-            resolve_tier(tier, is_gguf=False), {**on, **(switches or {})}, optimizations
-        )
-        self.model = tiny.qwen_image(layers=1) if model is None else model
-        self.tiered = TieredModel(request)
-        self.events = []
-        self.run = self.tiered.begin(self.tiered.new_report(), tiny.CPU, self.tell)
-
-    def tell(self, kind, data):
-        self.events.append((kind, data() if callable(data) else data))
-
-    def call(self, invoke=lambda options: options, model=None):
-        shape = (1, 16, 1, 8, 8)
-        denoiser = self.model if model is None else model
-        return self.run.call(Call(denoiser, tiny.CPU, torch.float32, shape, 5), invoke)
-
-    def finish(self, outcome="done", error=""):
-        return self.run.close(outcome, error)
 
 
 @pytest.fixture(autouse=True)
@@ -408,6 +329,28 @@ def test_the_report_of_a_run():
     assert set(report.flags) == {"before", "during", "after"}
     assert report.versions["torch"] == torch.__version__
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+
+
+def test_a_feature_that_had_nothing_to_gain_was_not_engaged():
+    graphs = GraphFacts(captured=1, replayed=3)
+    session = Session(
+        Fake("a", [], handle={"not_used": "does not pay"}), Fake("b", [], handle={"graphs": graphs})
+    )
+    session.call()
+    report = session.finish()
+    assert report.engaged() == ["b"]
+    found = report.feature("a")
+    assert (found.state, found.reason) == (State.SKIPPED, "does not pay")
+    assert report.graphs == graphs
+    assert report.notices == []
+
+
+def test_an_optimization_is_told_what_is_in_place_before_it():
+    contexts = []
+    session = Session(Fake("a", []), Fake("b", [], reason="no"), Fake("c", [], contexts=contexts))
+    session.call()
+    session.finish()
+    assert [context.engaged for context in contexts] == [("a",)]
 
 
 def test_what_the_page_is_told():

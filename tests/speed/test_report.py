@@ -12,6 +12,7 @@ from speed_tier.speed.report import (
     CompiledKind,
     CompileFacts,
     FeatureOutcome,
+    GraphFacts,
     ModelFacts,
     Report,
     ReportBook,
@@ -21,7 +22,7 @@ from speed_tier.speed.report import (
 
 # The page, the node and the benchmark read these; a change is a new schema number.
 KEYS = {
-    "compile", "error", "features", "flags", "from_cache", "graph_signature",
+    "compile", "error", "features", "flags", "from_cache", "graph_signature", "graphs",
     "measured_at", "memory", "model", "node_id", "notes", "notices", "outcome", "prompt_id",
     "run_id", "sampler_node_id", "schema", "shape", "speedup_against_off", "started_unix_s", "tier",
     "timing", "versions", "workflow_id",
@@ -35,6 +36,7 @@ INNER_KEYS = {
         "vae_decode_s", "vae_note", "step_marks",
     },
     "compile": {"kinds", "graphs", "recompiles", "graph_breaks", "seconds"},
+    "graphs": {"captured", "kept", "replayed", "pool_bytes", "not_replayed"},
     "model": {
         "family", "class_name", "stack", "dtype", "device", "compiled_by", "number", "note",
     },
@@ -52,6 +54,7 @@ def full_report(**changes):
     ]
     report.timing = Timing(0.5, 9.0, 7.0, [9.0, 2.0, 2.0], 2.0, 14.0)
     report.compile = CompileFacts([CompiledKind("layers", 30, 1, 6.5)], 1, 0, {"why": 2}, 6.5)
+    report.graphs = GraphFacts(1, 2, 5, 2**29, {"first calls of a size": 1})
     report.latent_shape = [1, 16, 128, 128]
     report.steps = 3
     report.peak_bytes = 3 * 2**30
@@ -99,6 +102,7 @@ def test_the_text_names_every_feature_with_its_reason():
         "VAE decode not measured: the decode did not go through a Speed Tier node",
         "peak memory 3.00 GiB",
         "compiled in this run: layers x30: 1; 0 of them recompiles, 2 graph breaks, 6.5 s",
+        "CUDA graphs: 1 captured in this run, 2 kept (0.50 GiB), 5 calls replayed",
         "1.50x the speed of the last off run of the same work",
         "note: a note",
     ):
@@ -112,6 +116,7 @@ def test_what_was_not_measured_says_so():
     assert "steps (s): none" in text
     assert "peak memory" not in text
     assert "compiled in this run" not in text
+    assert "CUDA graphs" not in text
     assert "the speed of" not in text
 
 

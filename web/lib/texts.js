@@ -74,6 +74,7 @@ export const ENGLISH = {
   tf32: "TF32",
   fused_qkv: "Fused q, k, v",
   regional_compile: "Compiled blocks",
+  graph_capture: "CUDA graph",
   noticeNoCompile: "max runs without compiling",
   noticeFellBack: "A Speed Tier feature fell back",
   noticeHostMemory: "ComfyUI manages this model's memory",

@@ -1,0 +1,474 @@
+"""One CUDA graph a signature in place of thousands of launches.
+
+Changes: a denoiser call that looks like an earlier one is replayed from a graph.
+Faster because: the host's Python and the launches of every kernel are paid once.
+Fidelity: bit-identical to the call it was captured from, compared before it is used.
+Process-wide: nothing; graphs hold device memory until the model unloads or its weights change.
+Declines: per call, on anything a graph cannot follow (control, patches, hooks, weights off the
+card, wrappers of others); per signature, where it does not measure faster.
+
+A signature is captured at its second call: the first one compiles kernels and picks algorithms,
+the second is measured. Where the card is busy all the time a graph gains a few percent only, so
+that such a signature waits until a second run has asked for it.
+
+Compiled blocks and `cudaMallocAsync` do not go together in a capture. There the blocks are captured
+as they are without the compiler, and the faster of the two is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..cuda_graph import (
+    Canary,
+    Captured,
+    CudaRecorder,
+    NotCapturableError,
+    Rehearsal,
+    Timed,
+    flatten,
+    with_tensors,
+)
+from ..env import capabilities
+from ..flags import describe, snapshot
+from ..patching import Patch
+from ..report import GraphFacts
+from . import call_mode
+from .base import Context, Fidelity, Handle
+from .graph_rules import Weights, options_signature
+
+log = logging.getLogger("speed_tier.graph_capture")
+
+_OPTIONS: Final = "transformer_options"
+# The first calls of compiled code are slower than the later ones, and here two different things are
+# compared.
+_COMPILED_CALLS: Final = 4
+# Free memory that has to be left beside the graphs.
+_RESERVE_BYTES: Final = 1 << 30
+
+
+class Recorder(Protocol):
+    """How calls are measured and captured; see `cuda_graph.CudaRecorder`."""
+
+    def refusal(self, device: torch.device) -> str: ...
+
+    def is_strict(self) -> bool: ...
+
+    def timed(self, call: Callable[[], Any], device: torch.device) -> Timed: ...
+
+    def peak_bytes(self, device: torch.device) -> int: ...
+
+    def rehearse(
+        self, call: Callable[[], Any], device: torch.device, known: Any, compiled: bool
+    ) -> Rehearsal: ...
+
+    def capture(
+        self,
+        call: Callable[[Sequence[Tensor]], Any],
+        tensors: Sequence[Tensor],
+        device: torch.device,
+        keep: Sequence[Any],
+        like: Any,
+    ) -> tuple[Captured, Any]: ...
+
+    def trim(self, device: torch.device) -> None: ...
+
+
+_CUDA: Final = CudaRecorder()
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """When a graph is made and kept.
+
+    Attributes:
+        max_graphs: of one model; the one unused for longest goes first.
+        min_gain: time without over time with, below which a graph is not worth its memory.
+        busy: share of a call's time that Python takes to issue it, below which the card is busy
+            all the time.
+        recorder: measures and captures.
+    """
+
+    max_graphs: int = 6
+    min_gain: float = 1.01
+    busy: float = 0.8
+    recorder: Recorder = _CUDA
+
+
+@dataclass
+class _Entry:
+    """What is known of one signature.
+
+    Attributes:
+        calls: how often it was called without a graph.
+        runs: runs that called it.
+        last_run: the newest of them, by number.
+        reason: why it has no graph, for good.
+        captured: its graph.
+        before_ms, graph_ms: a call without and with it.
+        measured: calls that before_ms is the shortest of.
+        busy: the card was found to be busy all through a call.
+    """
+
+    calls: int = 0
+    runs: int = 0
+    last_run: int = 0
+    reason: str = ""
+    captured: Captured | None = None
+    before_ms: float = 0.0
+    measured: int = 0
+    busy: bool = False
+    graph_ms: float = 0.0
+
+
+class GraphStore:
+    """Graphs of one denoiser between runs. Refers to no weight and to no denoiser."""
+
+    def __init__(self, config: GraphConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        # Calls that differ in sizes only run the same operations: one rehearsal for all of them.
+        self.rehearsed: dict[Hashable, list[Tensor]] = {}
+        self.weights: Hashable = None
+        self.runs = 0
+        self.lock = threading.RLock()
+
+    def follow(self, weights: Hashable) -> None:
+        """Forget every graph if the weights are not where they were."""
+        if weights != self.weights:
+            self.drop()
+            self.weights = weights
+
+    def entry(self, signature: Hashable) -> _Entry:
+        found = self.entries.get(signature)
+        if found is None:
+            found = self.entries[signature] = _Entry()
+            while len(self.entries) > 16 * self.config.max_graphs:
+                self._forget(next(iter(self.entries)))
+        self.entries.move_to_end(signature)
+        return found
+
+    def make_room(self) -> None:
+        """Keep place for one more graph."""
+        graphs = [key for key, entry in self.entries.items() if entry.captured is not None]
+        for key in graphs[: len(graphs) - self.config.max_graphs + 1]:
+            self._forget(key)
+
+    def _forget(self, signature: Hashable) -> None:
+        captured = self.entries.pop(signature).captured
+        if captured is not None:
+            captured.release()
+
+    def drop(self) -> None:
+        """Give back every graph's memory."""
+        had = self.graphs()
+        self.rehearsed.clear()
+        while self.entries:
+            self._forget(next(iter(self.entries)))
+        if had:
+            self.config.recorder.trim(self.device)
+
+    def graphs(self) -> int:
+        return sum(entry.captured is not None for entry in self.entries.values())
+
+    def pool_bytes(self) -> int:
+        found = [e.captured.pool_bytes for e in self.entries.values() if e.captured is not None]
+        return sum(found)
+
+
+class GraphedForward:
+    """Stands in for a denoiser's forward during one run."""
+
+    def __init__(self, context: Context, store: GraphStore) -> None:
+        self.counts: Counter[str] = Counter()
+        self.replayed = 0
+        self.captured: list[_Entry] = []
+        self.peak_bytes = 0
+        self._denoiser = context.denoiser
+        self._device = context.device
+        self._host = context.host
+        self._store = store
+        store.runs += 1
+        self._run = store.runs
+        self._config = store.config
+        self._weights: Weights | None = None
+        self._compiled = "regional_compile" in context.engaged
+        self._state = (context.engaged, repr(describe(snapshot())), context.dtype)
+        self._canary = Canary(context.host.state_folder)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._store.lock.acquire(blocking=False):
+            return self._uncaptured("another thread runs this model", args, kwargs)
+        try:
+            return self._call(args, kwargs)
+        finally:
+            self._store.lock.release()
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        if self._weights is None:  # at the first call: the stand-ins of other packs' layers are in
+            self._weights = Weights(self._denoiser)
+        tensors: list[Tensor] = []
+        try:
+            signature = self._signature(self._weights, args, kwargs, tensors)
+        except NotCapturableError as reason:
+            return self._uncaptured(str(reason), args, kwargs)
+        self._store.follow(self._weights.addresses())
+        entry = self._store.entry(signature)
+        if entry.captured is not None:
+            return self._replayed(entry, entry.captured, tensors)
+        if entry.reason:
+            return self._uncaptured(entry.reason, args, kwargs)
+        if entry.last_run != self._run:
+            entry.last_run, entry.runs = self._run, entry.runs + 1
+        entry.calls += 1
+        # Measured once; where the card turned out to be busy, again in a second run.
+        if entry.calls == 1 or (entry.busy and entry.runs < 2):
+            return self._uncaptured("first calls of a size", args, kwargs)
+        return self._measured(entry, tensors, args, kwargs)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._denoiser).forward(self._denoiser, *args, **kwargs)
+
+    def _uncaptured(self, reason: str, args: Any, kwargs: Any) -> Any:
+        self.counts[reason] += 1
+        try:
+            return self._plain(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if not self._store.graphs():
+                raise
+            log.warning("out of memory: the graphs go, the call is repeated")
+        self._store.drop()
+        return self._plain(*args, **kwargs)
+
+    def _signature(
+        self, weights: Weights, args: Any, kwargs: Any, tensors: list[Tensor]
+    ) -> Hashable:
+        if torch.is_grad_enabled():
+            raise NotCapturableError("gradients are on")
+        if problem := weights.problem_now():
+            raise NotCapturableError(problem)
+        parts: list[Hashable] = [self._state]
+        for index, value in enumerate(args):
+            parts.append(flatten(value, f"argument {index}", tensors))
+        for name, value in sorted(kwargs.items()):
+            if name == _OPTIONS:
+                parts.append(options_signature(value))
+            elif name == "control" and value is not None:
+                raise NotCapturableError("a ControlNet is applied")
+            else:
+                parts.append((name, flatten(value, name, tensors)))
+        if away := {str(t.device) for t in tensors if t.device != self._device}:
+            raise NotCapturableError(f"an argument is on {', '.join(sorted(away))}")
+        return tuple(parts)
+
+    def _replayed(self, entry: _Entry, captured: Captured, tensors: list[Tensor]) -> Any:
+        self.replayed += 1
+        if entry.graph_ms:
+            return captured.replay(tensors)
+        timed = self._timed(lambda: captured.replay(tensors))
+        entry.graph_ms = timed.ms
+        if entry.before_ms < self._config.min_gain * timed.ms:
+            entry.captured = None
+            entry.reason = f"does not pay: {timed.ms:.1f} ms with, {entry.before_ms:.1f} without"
+            captured.release()
+            self._config.recorder.trim(self._device)
+        return timed.output
+
+    def _timed(self, call: Callable[[], Any]) -> Timed:
+        recorder = self._config.recorder
+        self.peak_bytes = max(self.peak_bytes, recorder.peak_bytes(self._device))
+        return recorder.timed(call, self._device)
+
+    def _measured(self, entry: _Entry, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        timed = self._timed(lambda: self._plain(*args, **kwargs))
+        entry.measured += 1
+        entry.before_ms = min(entry.before_ms or timed.ms, timed.ms)
+        if timed.issue_ms < self._config.busy * timed.ms:
+            if self._without_compiler():
+                entry.reason = "compiled blocks keep the card busy without one"
+                self.counts[entry.reason] += 1
+                return timed.output
+            entry.busy = True
+            if entry.runs < 2:
+                self.counts["the card is busy without one; a second run of this size decides"] += 1
+                return timed.output
+        if self._without_compiler() and entry.measured < _COMPILED_CALLS:
+            self.counts["first calls of a size"] += 1
+            return timed.output
+        captured, entry.reason = self._capture(timed, tensors, args, kwargs)
+        self.counts[entry.reason or "captured"] += 1
+        if captured is not None:
+            entry.captured = captured
+            self.captured.append(entry)
+        return timed.output
+
+    def _without_compiler(self) -> bool:
+        """Whether compiled blocks have to be captured as they are without the compiler."""
+        return self._compiled and self._config.recorder.is_strict()
+
+    def _capture(
+        self, timed: Timed, tensors: list[Tensor], args: Any, kwargs: Any
+    ) -> tuple[Captured | None, str]:
+        """A graph of the call that `timed` measured, or None and why there is none."""
+        assert self._weights is not None
+        recorder, store = self._config.recorder, self._store
+        strict = recorder.is_strict()
+        crash_key = self._crash_key(tensors)
+        if strict and self._canary.crashed(crash_key):
+            return None, "an earlier process ended while it captured this"
+        spare = self._host.spare_bytes() if self._host.spare_bytes is not None else None
+        if spare is not None and spare < timed.peak_bytes + _RESERVE_BYTES:
+            return None, "not enough free memory for a graph"
+        without_compiler = self._without_compiler()
+
+        def call(static: Sequence[Tensor]) -> Any:
+            feed = iter(static)
+            new_args = [with_tensors(value, feed) for value in args]
+            new_kwargs = dict(kwargs)
+            for name, value in sorted(kwargs.items()):
+                if name != _OPTIONS:
+                    new_kwargs[name] = with_tensors(value, feed)
+            return self._plain(*new_args, **new_kwargs)
+
+        expected = timed.output
+        with call_mode.eager_blocks(without_compiler):
+            structure = (self._state, [(t.dtype, t.ndim) for t in tensors], sorted(kwargs))
+            external = store.rehearsed.get(repr(structure))
+            if external is None or without_compiler:
+                rehearsal = self._rehearse(call, tensors, self._compiled and not without_compiler)
+                if rehearsal.problem:
+                    return None, rehearsal.problem
+                expected, external = rehearsal.output, rehearsal.external
+                store.rehearsed[repr(structure)] = external
+            store.make_room()
+            keep = [*external, *self._weights.adapters()]
+            watching = self._canary.watching(crash_key) if strict else contextlib.nullcontext()
+            try:
+                with call_mode.uninterrupted(self._host.hold_interrupts), watching:
+                    captured, output = recorder.capture(call, tensors, self._device, keep, expected)
+            except RuntimeError as error:
+                recorder.trim(self._device)
+                return None, f"could not be captured: {_first_line(error)}"
+        if not _same(output, expected):
+            log.warning("a CUDA graph gave another output than its call; it is not used")
+            captured.release()
+            recorder.trim(self._device)
+            return None, "its output is not that of the call it was captured from"
+        return captured, ""
+
+    def _rehearse(
+        self, call: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor], compiled: bool
+    ) -> Rehearsal:
+        assert self._weights is not None
+        known = [*tensors, *self._weights.tensors()]
+        recorder = self._config.recorder
+        try:
+            return recorder.rehearse(lambda: call(tensors), self._device, known, compiled)
+        except RuntimeError as error:  # the call itself has just gone well
+            return Rehearsal(None, f"could not be rehearsed: {_first_line(error)}")
+
+    def _crash_key(self, tensors: list[Tensor]) -> str:
+        card = capabilities(self._device)
+        shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
+        name = type(self._denoiser).__name__
+        return f"{card.device_name} {card.torch_version} {name} {self._state[0]} {shapes}"
+
+    def finish(self) -> None:
+        """The run has ended: graphs stay only where memory is to spare."""
+        spare = self._host.spare_bytes
+        if self._store.graphs() and spare is not None and spare() < _RESERVE_BYTES:
+            self._store.drop()
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _same(first: Any, second: Any) -> bool:
+    leaves = [pytree.tree_leaves(value) for value in (first, second)]
+    if len(leaves[0]) != len(leaves[1]):
+        return False
+    pairs = zip(*leaves, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+@dataclass
+class _GraphHandle(Handle):
+    forward: GraphedForward | None = None
+    store: GraphStore | None = None
+
+    def graph_facts(self) -> GraphFacts:
+        assert self.forward is not None and self.store is not None
+        return GraphFacts(
+            captured=len(self.forward.captured),
+            replayed=self.forward.replayed,
+            kept=self.store.graphs(),
+            pool_bytes=self.store.pool_bytes(),
+            not_replayed=dict(self.forward.counts),
+        )
+
+    def remove(self) -> None:
+        if self.forward is None or self.store is None:
+            return
+        self._explain(self.forward)
+        self.peak_bytes = self.forward.peak_bytes
+        self.forward.finish()
+
+    def _explain(self, forward: GraphedForward) -> None:
+        parts = [f"{forward.replayed} calls replayed"]
+        parts += [
+            f"captured one: {entry.graph_ms:.1f} ms a call, {entry.before_ms:.1f} without"
+            for entry in forward.captured
+            if entry.captured is not None and entry.graph_ms
+        ]
+        counts = {reason: n for reason, n in forward.counts.items() if reason != "captured"}
+        parts += [f"{n} not: {reason}" for reason, n in counts.items()]
+        self.note = "; ".join(parts)
+        if not forward.replayed and not forward.captured:
+            self.not_used = "; ".join(counts)
+
+
+_kept: Final[weakref.WeakKeyDictionary[nn.Module, GraphStore]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class GraphCapture:
+    name: ClassVar[str] = "graph_capture"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    config: GraphConfig = field(default_factory=GraphConfig)
+
+    def check(self, context: Context) -> str | None:
+        if problem := self.config.recorder.refusal(context.device):
+            return problem
+        if context.host.dynamic_vram:
+            return "dynamic VRAM moves weights between calls"
+        if context.host.compiled_by:
+            return f"{context.host.compiled_by} compiles this model"
+        return Weights(context.denoiser).problem_of_run(context.device, context.denoiser) or None
+
+    def install(self, context: Context) -> Handle:
+        store = _kept.get(context.denoiser)
+        if store is None or store.config != self.config or store.device != context.device:
+            if store is not None:
+                store.drop()
+            store = _kept[context.denoiser] = GraphStore(self.config, context.device)
+        forward = GraphedForward(context, store)
+        patches = [Patch(context.denoiser, "forward", forward)]
+        return _GraphHandle(patches=patches, forward=forward, store=store)
+
+    def release(self, denoiser: nn.Module) -> None:
+        store = _kept.pop(denoiser, None)
+        if store is not None:
+            store.drop()
