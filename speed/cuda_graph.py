@@ -7,8 +7,8 @@ fail inside a capture:
 
     `rehearse` runs the call once with every torch operation looked at (strict under that
     allocator), with synchronisation an error, and with launches by Triton's JIT found out;
-    a `Canary` on disk names what is being captured, for the next process to read if this one ended;
-    the host's interrupt is held off by the caller.
+    the caller keeps a note on disk of what is being captured (`crash_canary`), for the next process
+    to read if this one ended, and holds the host's interrupt off.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import logging
 import sys
 import time
@@ -24,7 +23,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -114,7 +112,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.problem:
+        if not self.problem and not _is_idle_dropout(func, args):
             if func not in self._judged:
                 self._judged[func] = self._judge(func)
             self.problem = self._judged[func]
@@ -146,6 +144,10 @@ class _Watch(TorchDispatchMode):
         # A number in a CPU tensor is a constant of the kernel that takes it; a copy of it is not.
         if tensor.ndim or "copy" in str(func):
             self.problem = f"{func} works on {tensor.device}"
+
+
+def _is_idle_dropout(func: Any, args: Any) -> bool:
+    return func is torch.ops.aten.dropout.default and len(args) == 3 and not args[2]
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -204,6 +206,18 @@ def _no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Memory that is freed inside a capture would be the graph's trouble."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class Captured:
     """A captured call: static inputs, the graph, a static output."""
 
@@ -217,7 +231,8 @@ class Captured:
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """The call's output for `tensors`, copied out of the static buffer."""
         for static, tensor in zip(self._inputs, tensors, strict=True):
-            static.copy_(tensor)
+            if static is not tensor:
+                static.copy_(tensor)
         self._graph.replay()
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in self._leaves]
         return pytree.tree_unflatten(leaves, self._form)
@@ -332,39 +347,46 @@ class CudaRecorder:
             problem = f"the model returns a {type(output).__name__}"
         return Rehearsal(output, problem, list(watch.external.values()))
 
+    def static_copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Where a graph will read its inputs.
+
+        The same kind of tensor as given: compiled code is another for an inference tensor.
+        """
+        copies = []
+        for tensor in tensors:
+            with torch.inference_mode(tensor.is_inference()):
+                copies.append(_empty_like(tensor))
+            copies[-1].copy_(tensor)
+        return copies
+
     def capture(
         self,
         call: Callable[[Sequence[Tensor]], Any],
-        tensors: Sequence[Tensor],
+        inputs: list[Tensor],
         device: torch.device,
         keep: Sequence[Any],
         like: Any,
     ) -> tuple[Captured, Any]:
-        """Capture `call(static copies of tensors)`, and replay it once for its output.
+        """Capture `call(inputs)`, and replay it once for its output.
 
         Rehearsed before; nothing in it may raise.
 
         Args:
+            inputs: static copies, from now on the graph's.
             keep: what has to live as long as the graph.
             like: an output of the call.
         """
         free_before = torch.cuda.mem_get_info(device)[0]
         leaves, form = pytree.tree_flatten(like)
-        with torch.inference_mode(False):  # an inference tensor takes no copy outside that mode
-            inputs = [_empty_like(tensor) for tensor in tensors]
-            # Not the graph's memory: that may not outlive it.
-            outputs = [_empty_like(x) if isinstance(x, Tensor) else x for x in leaves]
-        for static, tensor in zip(inputs, tensors, strict=True):
-            static.copy_(tensor)
+        # Not the graph's memory: that may not outlive it.
+        outputs = [_empty_like(x) if isinstance(x, Tensor) else x for x in leaves]
         graph = torch.cuda.CUDAGraph()
         pool = self._pools.get(device)
         if pool is None:
             pool = self._pools[device] = _Pool()
-        collects = gc.isenabled()
-        with torch.cuda.device(device), self._side_stream(device):
-            torch.cuda.synchronize(device)
-            gc.disable()  # memory that is freed inside a capture is the graph's trouble
-            try:
+        try:
+            with torch.cuda.device(device), self._side_stream(device), _no_collection():
+                torch.cuda.synchronize(device)
                 # Another thread may allocate meanwhile: "global" would fail on that.
                 graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
                 try:
@@ -375,15 +397,24 @@ class CudaRecorder:
                     del found
                 finally:
                     graph.capture_end()
-            finally:
-                if collects:
-                    gc.enable()
+        except RuntimeError:
+            self._end_capture(device)
+            raise
         captured = Captured(graph, inputs, pytree.tree_unflatten(outputs, form), [*keep, pool])
         # Under cudaMallocAsync the graph takes its memory only now.
-        output = captured.replay(tensors)
+        output = captured.replay(inputs)
         torch.cuda.synchronize(device)
         captured.pool_bytes = max(0, free_before - torch.cuda.mem_get_info(device)[0])
         return captured, output
+
+    def _end_capture(self, device: torch.device) -> None:
+        """After a failed capture torch's random numbers still think that there is one: an empty
+        one that goes well ends it."""
+        empty = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), self._side_stream(device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "the graph is empty"
+            empty.capture_begin(capture_error_mode="thread_local")
+            empty.capture_end()
 
     @contextlib.contextmanager
     def _side_stream(self, device: torch.device) -> Iterator[None]:
@@ -414,63 +445,3 @@ class CudaRecorder:
             return
         if failed:
             log.info("graph memory could not be trimmed: CUDA error %s", failed)
-
-
-class Canary:
-    """Remembers across processes what was being captured when a process ended.
-
-    Args:
-        folder: where to write; None = nowhere, then nothing is remembered.
-    """
-
-    _SHOWN: Final = 200
-
-    def __init__(self, folder: Path | None) -> None:
-        self._live = None if folder is None else folder / "graph_being_captured.json"
-        self._dead = None if folder is None else folder / "graphs_that_crashed.json"
-        self._crashed: set[str] | None = None
-
-    def crashed(self, key: str) -> bool:
-        """Whether a process ended while it captured `key`."""
-        if self._crashed is None:
-            self._crashed = set(_read_keys(self._dead))
-            if ended := set(_read_keys(self._live)) - self._crashed:
-                log.warning("the last process ended during a graph capture; not tried again")
-                self._crashed |= ended
-                _write_keys(self._dead, sorted(self._crashed)[-self._SHOWN :])
-            _remove(self._live)
-        return key in self._crashed
-
-    @contextlib.contextmanager
-    def watching(self, key: str) -> Iterator[None]:
-        _write_keys(self._live, [key])
-        try:
-            yield
-        finally:  # an exception is no crash
-            _remove(self._live)
-
-
-def _read_keys(path: Path | None) -> list[str]:
-    if path is None or not path.is_file():
-        return []
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [key for key in found if isinstance(key, str)] if isinstance(found, list) else []
-
-
-def _write_keys(path: Path | None, keys: list[str]) -> None:
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(keys), encoding="utf-8")
-    except OSError as error:
-        log.info("%s could not be written: %s", path.name, error)
-
-
-def _remove(path: Path | None) -> None:
-    if path is not None:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)

@@ -226,19 +226,18 @@ def _state_folder() -> Path:
 
 
 def _hold_interrupts() -> PatchSet:
-    """While entered, the host's layers do not ask in this thread whether the user cancelled."""
-    import comfy.ops
+    """While entered, nobody is told in this thread that the user cancelled."""
+    import comfy.model_management as management
 
-    ask = getattr(comfy.ops, "run_every_op", None)
-    if ask is None:
-        return PatchSet(())
+    # Not `comfy.ops.run_every_op`, which calls it: compiled blocks guard on that one.
+    ask = management.throw_exception_if_processing_interrupted
     held_in = threading.get_ident()
 
     def ask_later() -> None:
         if threading.get_ident() != held_in:
             ask()
 
-    return PatchSet([Patch(comfy.ops, "run_every_op", ask_later)])
+    return PatchSet([Patch(management, "throw_exception_if_processing_interrupted", ask_later)])
 
 
 def _spare_bytes(model: Any, x: torch.Tensor) -> int:

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..crash_canary import CrashCanary
 from ..cuda_graph import (
-    Canary,
     Captured,
     CudaRecorder,
     NotCapturableError,
@@ -44,7 +44,7 @@ from ..env import capabilities
 from ..flags import describe, snapshot
 from ..patching import Patch
 from ..report import GraphFacts
-from . import call_mode
+from . import call_mode, dynamo
 from .base import Context, Fidelity, Handle
 from .graph_rules import Weights, options_signature
 
@@ -73,10 +73,12 @@ class Recorder(Protocol):
         self, call: Callable[[], Any], device: torch.device, known: Any, compiled: bool
     ) -> Rehearsal: ...
 
+    def static_copies(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
     def capture(
         self,
         call: Callable[[Sequence[Tensor]], Any],
-        tensors: Sequence[Tensor],
+        inputs: list[Tensor],
         device: torch.device,
         keep: Sequence[Any],
         like: Any,
@@ -206,7 +208,8 @@ class GraphedForward:
         self._weights: Weights | None = None
         self._compiled = "regional_compile" in context.engaged
         self._state = (context.engaged, repr(describe(snapshot())), context.dtype)
-        self._canary = Canary(context.host.state_folder)
+        self._is_cancelled = context.host.check_interrupt or (lambda: None)
+        self._canary = CrashCanary(context.host.state_folder)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._store.lock.acquire(blocking=False):
@@ -259,7 +262,7 @@ class GraphedForward:
             raise NotCapturableError("gradients are on")
         if problem := weights.problem_now():
             raise NotCapturableError(problem)
-        parts: list[Hashable] = [self._state]
+        parts: list[Hashable] = [self._state, torch.is_inference_mode_enabled()]
         for index, value in enumerate(args):
             parts.append(flatten(value, f"argument {index}", tensors))
         for name, value in sorted(kwargs.items()):
@@ -274,6 +277,7 @@ class GraphedForward:
         return tuple(parts)
 
     def _replayed(self, entry: _Entry, captured: Captured, tensors: list[Tensor]) -> Any:
+        self._is_cancelled()  # raises; a replay passes none of the places where the host asks
         self.replayed += 1
         if entry.graph_ms:
             return captured.replay(tensors)
@@ -343,21 +347,23 @@ class GraphedForward:
             return self._plain(*new_args, **new_kwargs)
 
         expected = timed.output
+        inputs = recorder.static_copies(tensors)
         with call_mode.eager_blocks(without_compiler):
-            structure = (self._state, [(t.dtype, t.ndim) for t in tensors], sorted(kwargs))
-            external = store.rehearsed.get(repr(structure))
-            if external is None or without_compiler:
-                rehearsal = self._rehearse(call, tensors, self._compiled and not without_compiler)
+            structure = repr((self._state, [(t.dtype, t.ndim) for t in tensors], sorted(kwargs)))
+            external = store.rehearsed.get(structure)
+            if external is None or self._compiled:
+                rehearsal = self._rehearse(call, inputs, self._compiled and not without_compiler)
                 if rehearsal.problem:
                     return None, rehearsal.problem
-                expected, external = rehearsal.output, rehearsal.external
-                store.rehearsed[repr(structure)] = external
+                external = store.rehearsed[structure] = rehearsal.external
+                if without_compiler:
+                    expected = rehearsal.output
             store.make_room()
             keep = [*external, *self._weights.adapters()]
             watching = self._canary.watching(crash_key) if strict else contextlib.nullcontext()
             try:
                 with call_mode.uninterrupted(self._host.hold_interrupts), watching:
-                    captured, output = recorder.capture(call, tensors, self._device, keep, expected)
+                    captured, output = recorder.capture(call, inputs, self._device, keep, expected)
             except RuntimeError as error:
                 recorder.trim(self._device)
                 return None, f"could not be captured: {_first_line(error)}"
@@ -369,15 +375,21 @@ class GraphedForward:
         return captured, ""
 
     def _rehearse(
-        self, call: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor], compiled: bool
+        self, call: Callable[[Sequence[Tensor]], Any], inputs: list[Tensor], compiled: bool
     ) -> Rehearsal:
         assert self._weights is not None
-        known = [*tensors, *self._weights.tensors()]
+        known = [*inputs, *self._weights.tensors()]
         recorder = self._config.recorder
         try:
-            return recorder.rehearse(lambda: call(tensors), self._device, known, compiled)
+            if compiled:  # what is new to the compiler is compiled now, not in the capture
+                call(inputs)
+                before = dynamo.graph_count()
+            rehearsal = recorder.rehearse(lambda: call(inputs), self._device, known, compiled)
+            if compiled and not rehearsal.problem and dynamo.graph_count() != before:
+                rehearsal.problem = "the compiler is not done with this size"
         except RuntimeError as error:  # the call itself has just gone well
             return Rehearsal(None, f"could not be rehearsed: {_first_line(error)}")
+        return rehearsal
 
     def _crash_key(self, tensors: list[Tensor]) -> str:
         card = capabilities(self._device)

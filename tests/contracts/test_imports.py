@@ -20,14 +20,14 @@ ROOMS = {
     },
     "optimizations": {
         *("kernels", "gguf", "families", "patching", "flags", "probe", "report", "timing"),
-        *("cuda_graph", "env", "errors"),
+        *("crash_canary", "cuda_graph", "env", "errors"),
     },
     "gguf": {"kernels", "env", "errors"},
     **{
         room: {"env", "errors"}
         for room in (
             *("families", "patching", "flags", "probe", "timing", "report", "kernels"),
-            "cuda_graph",
+            *("crash_canary", "cuda_graph"),
         )
     },
     "tiers": {"env", "errors"},

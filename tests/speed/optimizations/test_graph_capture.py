@@ -22,7 +22,7 @@ class Recording:
 
     def __init__(self, recorder, call, tensors):
         self.recorder, self.call = recorder, call
-        self.inputs = [t.clone() for t in tensors]
+        self.inputs = tensors
         self.pool_bytes = 1 << 20
         self.alive = True
 
@@ -30,7 +30,8 @@ class Recording:
         assert self.alive, "a released graph was replayed"
         self.recorder.replays += 1
         for static, tensor in zip(self.inputs, tensors, strict=True):
-            static.copy_(tensor)
+            if static is not tensor:
+                static.copy_(tensor)
         return self.call(self.inputs) + self.recorder.wrong_by
 
     def release(self):
@@ -62,18 +63,21 @@ class Recorder:
     def peak_bytes(self, device):
         return 7
 
+    def static_copies(self, tensors):
+        return [t.clone() for t in tensors]
+
     def rehearse(self, call, device, known, compiled):
         self.rehearsals += 1
         self.modes.append((compiled, call_mode.MODE.eager_blocks))
         return Rehearsal(call(), self.problem)
 
-    def capture(self, call, tensors, device, keep, like):
+    def capture(self, call, inputs, device, keep, like):
         assert call_mode.MODE.uninterrupted
         if self.fail is not None:
             raise self.fail
         self.captures += 1
-        recording = Recording(self, call, tensors)
-        output = recording.replay(tensors)
+        recording = Recording(self, call, inputs)
+        output = recording.replay(inputs)
         self.replays -= 1
         return recording, output
 
@@ -393,6 +397,31 @@ def test_an_exception_of_the_model_is_the_models(graphs):
     assert facts.replayed == 4
 
 
+def test_a_cancel_comes_before_a_replay(graphs, recorder):
+    """A replay passes none of the layers in which the host asks."""
+
+    class CancelledError(Exception):
+        pass
+
+    asked = []
+
+    def ask():
+        asked.append(1)
+        if len(asked) == 3:
+            raise CancelledError
+
+    model = tiny.toy()
+    with (
+        tiny.engaged(graphs, on=model, host=HostFacts(check_interrupt=ask)) as engaged,
+        pytest.raises(CancelledError),
+    ):
+        for x in inputs(9):
+            engaged.call(x=x)
+    assert recorder.replays == 2
+    facts, _ = run(graphs, model, inputs(2))
+    assert facts.replayed == 2
+
+
 def test_gradients_are_not_captured(graphs):
     model = tiny.toy()
     with tiny.engaged(graphs, on=model) as engaged:
@@ -439,6 +468,14 @@ def test_compiled_blocks_under_the_hosts_allocator(recorder):
     facts, handle = run(graphs, tiny.toy(), inputs(9), engaged=("regional_compile",))
     assert facts.captured == 0
     assert handle.not_used.endswith("compiled blocks keep the card busy without one")
+
+
+def test_what_is_still_being_compiled_is_not_captured(recorder, graphs, monkeypatch):
+    counts = iter(range(99))
+    monkeypatch.setattr(graph_capture.dynamo, "graph_count", lambda: next(counts))
+    _, handle = run(graphs, tiny.toy(), inputs(4), engaged=("regional_compile",))
+    assert handle.not_used.endswith("the compiler is not done with this size")
+    assert recorder.captures == 0
 
 
 def test_compiled_blocks_under_torchs_allocator_are_captured_themselves(recorder, graphs):
