@@ -8,12 +8,15 @@ calculation.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("speed_tier.gguf")
 
 
 @dataclass(frozen=True)
@@ -134,18 +137,28 @@ def low_rank_terms(
 
     Returns:
         The terms, or `None` where one patch is more than an addition of low rank: then the host
-        has to calculate them all, in their order.
+        has to calculate them all, in their order. A LoRA of a model of another width gives no
+        term: the host drops it too, but would try it anew, and complain, at every call.
     """
-    terms = []
+    terms: list[LowRankTerm] = []
+    misfits = []
     for strength, adapter, model_strength, offset, function in patches:
-        term = _term(float(strength), adapter, offset, shape)
-        if term is None or function is not None or model_strength != 1.0:
+        found = _term(float(strength), adapter, offset, shape)
+        if found is None or function is not None or model_strength != 1.0:
             return None
-        terms.append(term)
+        if isinstance(found, LowRankTerm):
+            terms.append(found)
+        else:
+            misfits.append(found)
+    for misfit in misfits:
+        log.warning("%s; left out. Use a LoRA made for this model.", misfit)
     return terms
 
 
-def _term(strength: float, adapter: Any, offset: Any, shape: tuple[int, int]) -> LowRankTerm | None:
+def _term(
+    strength: float, adapter: Any, offset: Any, shape: tuple[int, int]
+) -> LowRankTerm | str | None:
+    """The term, what does not fit, or `None` for what the host has to calculate."""
     # The host's plain LoRA: (up, down, alpha, mid, dora_scale, reshape); told by its name, since
     # nothing here imports the host.
     if getattr(adapter, "name", None) != "lora":
@@ -163,7 +176,15 @@ def _term(strength: float, adapter: Any, offset: Any, shape: tuple[int, int]) ->
         dimension, start, rows = offset
         if dimension != 0:
             return None
-    if up.shape != (rows, rank) or down.shape[1] != shape[1] or start + rows > shape[0]:
+    if start + rows > shape[0]:
         return None
+    cols = down.shape[1]
+    if up.shape[1] != rank or up.shape[0] * cols != rows * shape[1]:
+        return (
+            f"a LoRA of {tuple(up.shape)} x {tuple(down.shape)} does not fit a weight of "
+            f"{rows} x {shape[1]}"
+        )
+    if cols != shape[1]:
+        return None  # the host reshapes the product
     scale = strength * (float(alpha) / rank if alpha is not None else 1.0)
     return LowRankTerm(up, down, scale, int(start))

@@ -1,8 +1,9 @@
-"""Packed layers that another pack loaded, told by their structure.
+"""Packed layers that another loader made, told by their structure.
 
 ComfyUI-GGUF keeps a weight as a uint8 tensor subclass with `tensor_type` (GGUF type id),
 `tensor_shape` (logical) and `patches` ((host patches, key) pairs), in a Linear with a `get_weight`.
-A bias is of the same subclass, of a float type. A `ForeignLinear` computes what such a layer
+A bias is of the same subclass, of a float type. diffusers has `quant_type` and `quant_shape`, no
+patches, and a Linear with a `compute_dtype`. A `ForeignLinear` computes what such a layer
 computes, from the same bytes.
 """
 
@@ -19,6 +20,8 @@ from ..kernels import BY_ID
 from .adapters import Adapters, low_rank_terms
 from .linear import QuantLinear, QuantState
 
+# How a weight says its type and its logical shape: ComfyUI-GGUF's, and diffusers'.
+_STATEMENTS: Final = (("tensor_type", "tensor_shape"), ("quant_type", "quant_shape"))
 # A weight, a bias, and where they lie.
 _NOTHING: Final = (None, None, 0, 0)
 
@@ -34,12 +37,12 @@ class ForeignLinear(QuantLinear):
     bias: Tensor | None  # type: ignore[assignment]
 
     def __init__(self, module: Any, state: QuantState) -> None:
-        rows, cols = module.weight.tensor_shape
-        super().__init__(cols, rows)
+        qtype, (rows, cols) = stated_type(module.weight)
+        super().__init__(int(cols), int(rows))
         # Not as a submodule: it belongs to the other pack's model.
         self.__dict__["module"] = module
         self.state = state
-        self.qtype = int(module.weight.tensor_type)
+        self.qtype = int(qtype)
         # In a tuple, so that they do not become parameters of this module.
         self._source: tuple[Any, ...] = _NOTHING
         self._patch_groups: list[Any] = []
@@ -123,8 +126,8 @@ def typed_weights(denoiser: nn.Module) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for module in denoiser.modules():
         weight = module._parameters.get("weight")
-        if (qtype := getattr(weight, "tensor_type", None)) is not None:
-            found.append((module, qtype, getattr(weight, "tensor_shape", None)))
+        if (stated := stated_type(weight)) is not None:
+            found.append((module, *stated))
     return found
 
 
@@ -135,15 +138,24 @@ def refresh_all(layers: Iterable[ForeignLinear]) -> bool:
     return any(adapted)
 
 
+def stated_type(weight: Any) -> Any:
+    """Type and logical shape, as a weight states them; `None` for a weight that does not."""
+    for kind, size in _STATEMENTS:
+        qtype, shape = getattr(weight, kind, None), getattr(weight, size, None)
+        if qtype is not None and shape is not None:
+            return qtype, shape
+    return None
+
+
 def _packed_form(module: Any) -> tuple[int, int, int] | None:
     """Type, rows and columns of another pack's packed Linear; `None` for any other module."""
     weight = getattr(module, "weight", None)
-    shape = getattr(weight, "tensor_shape", None)
-    qtype = getattr(weight, "tensor_type", None)
-    if not isinstance(weight, Tensor) or shape is None or qtype is None:
+    stated = stated_type(weight)
+    if not isinstance(weight, Tensor) or stated is None or not hasattr(module, "in_features"):
         return None
-    if not callable(getattr(module, "get_weight", None)) or not hasattr(module, "in_features"):
+    if not callable(getattr(module, "get_weight", None)) and not hasattr(module, "compute_dtype"):
         return None
+    qtype, shape = stated
     row = BY_ID.get(int(qtype))
     if row is None or len(shape) != 2 or isinstance(module, QuantLinear):
         return None

@@ -77,6 +77,11 @@ class QuantLinear(nn.Module):
         self._slot = torch.tensor(number, dtype=torch.int64, device="cpu")
         _linears[number] = self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["dense"] = None  # it was that of another weight
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._take_slot()  # a copy has adapters of its own
@@ -113,11 +118,20 @@ class QuantLinear(nn.Module):
     def dense_weight(self, dtype: torch.dtype, packed: Tensor | None = None) -> Tensor:
         """The weight without adapters, `(out_features, in_features)` of `dtype`.
 
-        Never the cached one: a caller may change what it gets.
+        Never the cached one or the stored bytes: a caller may change what it gets.
         """
         packed = self.weight if packed is None else packed
-        assert packed is not None and self.qtype is not None
-        if dtype is _FLOAT_VIEWS.get(self.qtype):
+        assert packed is not None
+        dense = self._dense_or_view(dtype, packed)
+        return dense.clone() if dtype is self._stored_dtype else dense
+
+    @property
+    def _stored_dtype(self) -> torch.dtype | None:
+        return None if self.qtype is None else _FLOAT_VIEWS.get(self.qtype)
+
+    def _dense_or_view(self, dtype: torch.dtype, packed: Tensor) -> Tensor:
+        assert self.qtype is not None
+        if dtype is self._stored_dtype:
             return packed.view(dtype).view(self.out_features, self.in_features)
         path = None if self.state.fast else "reference"
         return dequantize(packed, self.qtype, self.out_features, self.in_features, dtype, path)
@@ -125,7 +139,7 @@ class QuantLinear(nn.Module):
     def _weight_to_read(self, dtype: torch.dtype, packed: Tensor) -> Tensor:
         if self.dense is not None and self.state.fast and self.dense.dtype is dtype:
             return self.dense
-        return self.dense_weight(dtype, packed)
+        return self._dense_or_view(dtype, packed)
 
     def forward(self, input: Tensor) -> Tensor:
         assert self.weight is not None

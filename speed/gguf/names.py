@@ -130,6 +130,7 @@ _TEXT_ENCODER = re.compile(
 )
 _VISION = re.compile(r"(^|\.)(v\.blk\.\d+\.|v\.patch_embd\.|mm\.\d+\.)")
 _VAE = re.compile(r"(^|\.)(decoder|encoder)\.(conv_in|mid\.|up\.|down\.|upsamples|downsamples)")
+_LORA = re.compile(r"(\.|_)(lora_(A|B|up|down)|lokr_w[12]|hada_w[12]_[ab])(\.|$)")
 # First tensor names of other image and video models, for a name in the message.
 _OTHER_MODELS = (
     ("double_blocks.0.", "Flux or HunyuanVideo"),
@@ -151,6 +152,8 @@ def _unknown(file_name: str, shapes: Shapes, metadata: Mapping[str, Any]) -> GGU
         what, do = "a vision projector", "It belongs beside the text encoder."
     elif any(map(_VAE.search, shapes)):
         what, do = "a VAE", "Load it with the VAE loader and choose the model file here."
+    elif any(map(_LORA.search, shapes)):
+        what, do = "a LoRA", "Load it with a LoRA loader and choose the model file here."
     else:
         do = "Use the loader of that model, or update Speed Tier if the model is newer than it."
         for mark, model in _OTHER_MODELS:

@@ -164,6 +164,11 @@ def _refuse_foreign(name: str, start: bytes, size: int) -> None:
             f"{name} is too short for a GGUF file; found {size} bytes, "
             f"a header alone takes {HEADER_BYTES}. {_AGAIN}"
         )
+    if start[8:10] == b'{"' and int.from_bytes(start[:8], "little") < size:
+        raise GGUFFileError(
+            f"{name} is a safetensors file by its first bytes, not a GGUF file. Rename it, with "
+            ".safetensors at its end."
+        )
     if start[:4] != MAGIC:
         raise GGUFFileError(
             f"{name} is not a GGUF file; found {_shown(start[:8])} at its start, "

@@ -19,7 +19,8 @@ from torch import nn
 from ..errors import GGUFFileError
 from ..gguf import LoadedGGUF, QuantTensorSpec, load_gguf
 from ..gguf.linear import QuantState
-from .comfy_quant import QuantModelPatcher, QuantOperations
+from .comfy_quant import QuantModelPatcher, QuantOperations, needed_names
+from .safetensors_check import refuse_broken
 
 log = logging.getLogger("speed_tier.loader")
 
@@ -57,6 +58,7 @@ def load_model(path: str, weight_dtype: str = "default") -> Any:
 
     Raises:
         GGUFFileError: a GGUF file that cannot be used; one sentence says why and what to do.
+        SpeedTierError: a safetensors file that is cut off or something else.
         ValueError: an unknown weight_dtype.
     """
     if weight_dtype not in WEIGHT_DTYPES:
@@ -66,6 +68,7 @@ def load_model(path: str, weight_dtype: str = "default") -> Any:
         if weight_dtype != "default":
             log.info("weight_dtype %s has no effect on a GGUF file", weight_dtype)
         return load_gguf_model(path)
+    refuse_broken(path)
     return comfy.sd.load_diffusion_model(path, model_options=dict(WEIGHT_DTYPES[weight_dtype]))
 
 
@@ -159,7 +162,7 @@ def _first_line(error: BaseException) -> str:
 def _compare_names(loaded: LoadedGGUF, denoiser: nn.Module) -> tuple[str, ...]:
     """Refuse a model with holes; returns notes on tensors the host has no place for."""
     file_name = loaded.file.path.name
-    built = set(denoiser.state_dict())
+    built = needed_names(denoiser)
     missing = sorted(built - loaded.tensors.keys() - _UNUSED)
     if missing:
         raise GGUFFileError(

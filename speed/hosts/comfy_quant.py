@@ -75,6 +75,7 @@ class QuantOperations(comfy.ops.manual_cast):
             dtype: torch.dtype | None = None,
         ) -> None:
             QuantLinear.__init__(self, in_features, out_features)
+            self.has_bias = bias
             self._plain_dtype = dtype
             self._view: _CastView | None = None
             self.patches_attached: tuple[Any, ...] = ()  # the host's patches behind `adapters`
@@ -161,6 +162,18 @@ class QuantOperations(comfy.ops.manual_cast):
             if self.qtype is None:
                 return weight
             return self.dense_weight(torch.float32, weight.to(torch.uint8))
+
+
+def needed_names(model: nn.Module) -> set[str]:
+    """Every tensor that a model needs, also those that its file lacked.
+
+    Our Linear has no parameter for such a tensor, so that the state dict alone would not say so.
+    """
+    names = set(model.state_dict())
+    for path, module in model.named_modules():
+        if isinstance(module, QuantOperations.Linear):
+            names.update([f"{path}.weight", *([f"{path}.bias"] if module.has_bias else [])])
+    return names
 
 
 def packed_layers(model: nn.Module) -> dict[str, QuantOperations.Linear]:

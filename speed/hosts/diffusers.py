@@ -21,6 +21,7 @@ from torch import nn
 from ..apply import Call, Run, TieredModel, TierRequest
 from ..errors import UnsupportedModelError
 from ..families import detect_family, not_ours
+from ..gguf.foreign import typed_weights
 from ..gguf.linear import QuantLinear
 from ..optimizations import OPTIMIZATIONS
 from ..optimizations.base import Optimization
@@ -48,7 +49,8 @@ def apply_tier(
     """
     if detect_family(transformer) is None:
         raise UnsupportedModelError(f"Speed Tier: {not_ours(transformer)}.")
-    is_gguf = any(isinstance(module, QuantLinear) for module in transformer.modules())
+    ours = any(isinstance(module, QuantLinear) for module in transformer.modules())
+    is_gguf = ours or bool(typed_weights(transformer))  # or by diffusers' own loader
     request = TierRequest(resolve_tier(tier, is_gguf), switches or {}, optimizations)
     return TierHandle(transformer, TieredModel(request))
 

@@ -70,7 +70,7 @@ class GgufDequant:
         notes = [_described([*own, *free], context.device)]
         notes += [note for state in states.values() for note in state.notes]
         if free:
-            notes.append("loaded by another GGUF pack")
+            notes.append("loaded by another GGUF loader")
         if left := len(foreign) - len(free):
             notes.append(f"{left} layers left alone: another pack has replaced or hooked them")
         return _DequantHandle(patches=patches, note="; ".join(notes), foreign=free)

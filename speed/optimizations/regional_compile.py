@@ -31,6 +31,7 @@ from torch import nn
 from ..env import inductor_problem
 from ..families.base import RepeatedBlock
 from ..flags import safe_inductor_cache
+from ..gguf.foreign import stated_type
 from ..patching import GradOff, Patch, is_replaced
 from ..report import CompiledKind, CompileFacts
 from . import dynamo
@@ -97,7 +98,7 @@ def kind_signature(block: nn.Module) -> tuple[object, ...]:
             tuple(parameter.shape),
             parameter.dtype,
             type(parameter).__name__,
-            getattr(parameter, "tensor_type", None),
+            stated_type(parameter),
         )
         for name, parameter in block.named_parameters()
     )

@@ -74,7 +74,7 @@ def run_one(
     names = (model_files.file_name(family), model_files.file_name(f"{family}_vae"))
     graph = graphs.demo_run(*names, family, tier, size=SIZE, steps=STEPS, seed=1, prefix=prefix)
     began = time.monotonic()
-    result = server.run(graph, check=False, timeout=240)
+    result = server.run(graph, check=False, timeout=1200)
     seconds = time.monotonic() - began
     if not result.ok:
         message = (result.error or {}).get("exception_message", result.status)

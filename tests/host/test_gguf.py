@@ -54,11 +54,8 @@ def _text_encoder(path: Path) -> None:
     packer.write(path, plan, "qwen3")
 
 
-def _layered(path: Path) -> None:
-    """Qwen-Image Layered with one block of real width, all zeros: a hole, not bytes on the disk."""
-    with torch.device("meta"):
-        table = [(name, tuple(weight.shape)) for name, weight in qwen_weights(layers=1).items()]
-    table.append(("time_text_embed.addition_t_embedding.weight", (2, 3072)))
+def _hollow(path: Path, table: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Qwen-Image of real width, all zeros: a hole, not bytes on the disk."""
     writer = gguf.GGUFWriter(path, "qwen_image")
     size = 0
     for name, shape, qtype in packer.mixed(table, "Q4_0", 1):
@@ -73,6 +70,22 @@ def _layered(path: Path) -> None:
     writer.close()
     start = writer.ggml_pad(path.stat().st_size, writer.data_alignment)
     os.truncate(path, start + size)
+
+
+def _qwen_table() -> list[tuple[str, tuple[int, ...]]]:
+    with torch.device("meta"):
+        return [(name, tuple(weight.shape)) for name, weight in qwen_weights(layers=1).items()]
+
+
+def _layered(path: Path) -> None:
+    """Qwen-Image Layered, which 0.3.75 does not know."""
+    extra = ("time_text_embed.addition_t_embedding.weight", (2, 3072))
+    _hollow(path, [*_qwen_table(), extra])
+
+
+def _without_a_linear(path: Path) -> None:
+    stem = "transformer_blocks.0.img_mlp.net.2."
+    _hollow(path, [row for row in _qwen_table() if not row[0].startswith(stem)])
 
 
 # What each file is, how it is made, and what its sentence must say.
@@ -91,6 +104,14 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ("is no Z-Image or Qwen-Image transformer; found a text encoder", "CLIP loader"),
     ),
     "split part": (_split, ("is part 1 of 3 of a split model", "llama-gguf-split --merge")),
+    "without a linear": (
+        _without_a_linear,
+        ("lacks 2 tensors that the model needs (first 'transformer_blocks.0.img_mlp.net.2.bias')",),
+    ),
+    "cut off safetensors": (
+        lambda path: path.write_bytes(b"\x40" + bytes(7) + b'{"a": '),
+        ("is damaged or incomplete; expected", "Download it again."),
+    ),
     "other width": (
         _small,
         ("does not fit the model that this ComfyUI builds for it", "Update ComfyUI"),
@@ -100,7 +121,8 @@ LAYERED = "layered"
 
 
 def bad_name(kind: str) -> str:
-    return f"bad_{kind.replace(' ', '_')}.gguf"
+    ending = "" if kind.endswith("safetensors") else ".gguf"
+    return f"bad_{kind.replace(' ', '_').replace('_safetensors', '.safetensors')}{ending}"
 
 
 # ---- one server, every prompt once ----
@@ -361,7 +383,7 @@ def assert_refused(server: HostServer, kind: str, phrases: tuple[str, ...]) -> N
     assert error is not None
     text = error["exception_message"].strip()
     assert error["node_id"] == "loader"
-    assert error["exception_type"].endswith("GGUFFileError")
+    assert error["exception_type"].endswith(("GGUFFileError", "SpeedTierError"))
     assert all(phrase in text for phrase in (bad_name(kind), *phrases)), text
     assert "\n" not in text
     assert len(text) < 400

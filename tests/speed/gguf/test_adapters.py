@@ -186,17 +186,35 @@ REFUSED = {
     "function": lambda rng: lora(rng).patch(function=lambda change: change * 2),
     "strength of the model": lambda rng: lora(rng).patch(model_strength=0.5),
     "columns": lambda rng: lora(rng, cols=8).patch(offset=(1, 0, 8)),
-    "rows": lambda rng: lora(rng, rows=ROWS - 1).patch(),
-    "cols": lambda rng: lora(rng, cols=COLS + 1).patch(),
-    "ranks that differ": lambda rng: Lora(rng.tensor(ROWS, 4), rng.tensor(5, COLS)).patch(),
-    "the slice's rows": lambda rng: lora(rng, rows=16).patch(offset=(0, 0, 32)),
     "beyond the end": lambda rng: lora(rng, rows=32).patch(offset=(0, 80, 32)),
+    "another shape of as many": lambda rng: lora(rng, rows=COLS, cols=ROWS).patch(),
     "vectors": lambda rng: Lora(rng.tensor(ROWS), rng.tensor(COLS)).patch(),
     "another kind": lambda rng: lora(rng, name="lokr").patch(),
     "too few weights": lambda rng: (1.0, HostAdapter((1, 2)), 1.0, None, None),
     "a difference": lambda rng: (1.0, ("diff", (rng.tensor(ROWS, COLS),)), 1.0, None, None),
     "a nested list": lambda rng: (1.0, [rng.tensor(ROWS, COLS)], 1.0, None, None),
 }
+
+
+MISFITS = {
+    "rows": lambda rng: lora(rng, rows=ROWS - 1).patch(),
+    "cols": lambda rng: lora(rng, cols=COLS + 1).patch(),
+    "ranks that differ": lambda rng: Lora(rng.tensor(ROWS, 4), rng.tensor(5, COLS)).patch(),
+    "the slice's rows": lambda rng: lora(rng, rows=16).patch(offset=(0, 0, 32)),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_lora_of_another_models_width_is_left_out_and_said_once(rng, caplog, case):
+    fitting = lora(rng).patch()
+    terms = low_rank_terms([fitting, MISFITS[case](rng)], (ROWS, COLS))
+    assert len(terms) == 1
+    assert torch.equal(terms[0].up, fitting[1].weights[0])
+    (record,) = caplog.records
+    assert "does not fit a weight of" in record.message
+    assert record.message.endswith("left out. Use a LoRA made for this model.")
+    with_more = [lora(rng, name="lokr").patch(), MISFITS[case](rng)]
+    assert low_rank_terms(with_more, (ROWS, COLS)) is None
 
 
 @pytest.mark.parametrize("case", REFUSED)

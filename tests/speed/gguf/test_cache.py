@@ -93,6 +93,21 @@ def test_off_does_not_use_the_cache(layers, monkeypatch):
     assert big(x).abs().max() > 0
 
 
+def test_another_weight_is_not_answered_from_the_cache(layers):
+    big, other = layers["blocks.0.big"], layers["blocks.1.big"]
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    STATE.fast = True
+    try:
+        expected = other(x)
+        fill_cache(layers.values(), [big], torch.bfloat16)
+        big.weight = other.weight
+        assert torch.equal(big(x), expected)
+        assert fill_cache(layers.values(), [big], torch.bfloat16) == cached_bytes([big])
+        assert torch.equal(big(x), expected)
+    finally:
+        STATE.fast = False
+
+
 def test_another_dtype_is_dequantised_as_before(layers):
     big = layers["blocks.0.big"]
     fill_cache(layers.values(), [big], torch.bfloat16)

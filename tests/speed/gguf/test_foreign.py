@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 from gguf import GGMLQuantizationType as Q
 from speed_tier.speed.gguf.foreign import ForeignLinear, foreign_layers, refresh_all
 from speed_tier.speed.gguf.linear import QuantLinear, QuantState
@@ -21,6 +22,7 @@ from speed_tier.tests.speed.gguf.layers import (
     fresh_seed,
     merged,
 )
+from speed_tier.tests.speed.tiny import relative_error
 from torch import nn
 
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "BF16", "IQ3_S")
@@ -61,6 +63,19 @@ def test_the_same_from_the_same_bytes(rng, fast_calls, name, dtype):
         assert type(layer(x)) is torch.Tensor
     stored_as_wanted = name == "BF16" and dtype is torch.bfloat16
     assert fast_calls[name] == (0 if stored_as_wanted else 6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_of_diffusers_own_loader(rng, fast_calls, bias):
+    spec, dense = rng.packed("Q4_K", 24, 512)
+    module = GGUFLinear(512, 24, bias, compute_dtype=torch.bfloat16)
+    module.weight = GGUFParameter(spec.packed, quant_type=Q.Q4_K)
+    layer, x = stand_in(module), rng.tensor(2, 3, 512, dtype=torch.bfloat16)
+    check_close(layer(x), x, dense, module.bias.bfloat16() if bias else None)
+    assert relative_error(layer(x), module(x)) < 0.01
+    assert type(layer(x)) is torch.Tensor
+    assert layer.weight.data_ptr() == module.weight.data_ptr(), "the bytes are not copied"
+    assert fast_calls["Q4_K"] == 3
 
 
 def test_layers_are_found_in_order_and_share_a_state(rng):

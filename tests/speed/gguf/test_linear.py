@@ -85,9 +85,21 @@ def test_the_fast_path_gives_the_same(rng, name, dtype):
 
 def test_a_float_type_of_the_asked_dtype_is_a_view(rng):
     layer, dense = rng.layer("BF16", 5, 64)
-    assert layer.dense_weight(torch.bfloat16).data_ptr() == layer.weight.data_ptr()
-    assert torch.equal(layer.dense_weight(torch.bfloat16).double(), dense)
-    assert layer.dense_weight(torch.float32).data_ptr() != layer.weight.data_ptr()
+    read = layer._weight_to_read(torch.bfloat16, layer.weight)
+    assert read.data_ptr() == layer.weight.data_ptr()
+    assert torch.equal(read.double(), dense)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("BF16", torch.bfloat16)])
+def test_a_dense_weight_is_the_callers_to_change(rng, name, dtype):
+    layer, dense = rng.layer(name, 5, 64)
+    layer.dense_weight(dtype).zero_()
+    layer.adapters = Adapters(rewrite=lambda weight: weight.mul_(3))
+    layer.state.adapted = True
+    for _ in range(2):
+        x = rng.tensor(2, 64)
+        check_close(layer(x), x, 3 * dense, layer.bias)
+    assert torch.equal(layer.dense_weight(dtype).double(), dense)
 
 
 def test_a_transposed_input(rng):

@@ -54,6 +54,8 @@ REFUSED = {
     "hf text encoder": (block("model.layers.0.self_attn.q_proj.weight"), "a text encoder"),
     "vision projector": (block("v.blk.0.attn_q.bias"), "found a vision projector"),
     "vae": (block("decoder.conv_in.weight"), "found a VAE"),
+    "lora": (block("diffusion_model.layers.0.attention.qkv.lora_A.weight"), "found a LoRA"),
+    "kohya lora": (block("lora_unet_layers_0_attention_out.lokr_w1"), "Load it with a LoRA loader"),
     "flux": (block("double_blocks.0.img_attn.qkv.weight"), "found Flux or HunyuanVideo"),
     "newer qwen": (block("txt_in.text_norm.weight"), "found Qwen-Image 2.1"),
     "lumina": (

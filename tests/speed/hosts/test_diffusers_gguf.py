@@ -21,7 +21,7 @@ from speed_tier.speed.optimizations.regional_compile import CompileConfig, Regio
 from speed_tier.speed.patching import active_patches
 from speed_tier.tests.speed import tiny
 from speed_tier.tests.speed.gguf import packer
-from speed_tier.tests.speed.gguf.layers import counted_fast_calls
+from speed_tier.tests.speed.gguf.layers import Random, counted_fast_calls, quantised
 from speed_tier.tests.speed.process import full_state
 from speed_tier.tests.speed.tiny import output, relative_error
 from torch import nn
@@ -272,6 +272,15 @@ def test_a_tier_left_unset_is_default_for_gguf_and_off_for_dense_weights(case, f
         handle.remove()
         assert report.tier == tier
         assert ("gguf_dequant" in report.engaged()) is (tier == "default")
+
+
+def test_a_tier_left_unset_is_default_for_layers_of_another_loader(fast_calls):
+    model = quantised("qwen_image", Random(0), another_packs=True)
+    handle = apply_tier(model)
+    output(model, tiny.qwen_image_inputs())
+    report = handle.finish_run()
+    handle.remove()
+    assert (report.tier, report.engaged()) == ("default", ["gguf_dequant"])
 
 
 def test_nothing_keeps_the_model_alive(case):

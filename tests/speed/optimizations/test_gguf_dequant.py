@@ -74,7 +74,7 @@ def test_packed_layers_of_ours_go_the_fast_path_while_a_call_runs(rng, fast_call
         assert not state.fast
     assert torch.equal(got, tiny.plain(model, toy_input()))
     assert fast_calls == {"Q8_0": TOY_LAYERS}, "off goes by the reference"
-    assert "loaded by another GGUF pack" not in run.handles[0].note
+    assert "loaded by another GGUF loader" not in run.handles[0].note
 
 
 def test_every_state_of_a_model_is_switched(rng, fast_calls):
@@ -122,7 +122,7 @@ def test_layers_of_another_pack_are_stood_in_for_while_a_call_runs(rng, fast_cal
     torch.testing.assert_close(got, tiny.plain(model, toy_input()))
     assert fast_calls == {"Q8_0": TOY_LAYERS}
     assert all(len(layer.own_calls) == 1 for layer in layers)
-    assert run.handles[0].note.endswith("loaded by another GGUF pack")
+    assert run.handles[0].note.endswith("loaded by another GGUF loader")
 
 
 def test_both_in_one_model(rng, fast_calls):
@@ -315,7 +315,7 @@ def test_the_note_counts_types_and_names_the_slow_ones(rng):
         f"layers by type: 17 Q8_0 (reference: {why}), "
         "1 IQ3_S (reference: IQ3_S has no kernel; timed), "
         f"1 Q4_0 (reference: {why}); "
-        "1 tensors of type IQ3_S have no fast kernel: slow; loaded by another GGUF pack"
+        "1 tensors of type IQ3_S have no fast kernel: slow; loaded by another GGUF loader"
     )
 
 
