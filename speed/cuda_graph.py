@@ -242,6 +242,13 @@ class Captured:
         self._inputs, self._leaves, self._keep = [], [], []
 
 
+def _copy_into(outputs: list[Any], found: list[Any]) -> None:
+    # A function of its own, so that no name holds the captured output when the capture ends.
+    for static, value in zip(outputs, found, strict=True):
+        if isinstance(static, Tensor):
+            static.copy_(value)
+
+
 def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
@@ -390,11 +397,7 @@ class CudaRecorder:
                 # Another thread may allocate meanwhile: "global" would fail on that.
                 graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
                 try:
-                    found = pytree.tree_leaves(call(inputs))
-                    for static, value in zip(outputs, found, strict=True):
-                        if isinstance(static, Tensor):
-                            static.copy_(value)
-                    del found
+                    _copy_into(outputs, pytree.tree_leaves(call(inputs)))
                 finally:
                     graph.capture_end()
         except RuntimeError:

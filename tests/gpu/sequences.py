@@ -48,8 +48,9 @@ class Setting:
 class Session:
     """Models, runs and references."""
 
-    def __init__(self, host: Any) -> None:
+    def __init__(self, host: Any, backend: str) -> None:
         self.host = host
+        self.backend = backend
         self.torch = host.torch
         self.references: dict[Setting, Any] = {}
         self.pairs = {arch: host.pair(arch) for arch in ("zimage", "qwen")}
@@ -65,10 +66,12 @@ class Session:
         return patcher
 
     def tiered(self, setting: Setting) -> Any:
-        from speed_tier.speed import Switch, TierRequest, resolve_tier
+        from speed_tier.speed import Switch, TierRequest, configured, resolve_tier
         from speed_tier.speed.hosts import comfy
 
-        request = TierRequest(resolve_tier(setting.tier, True), {"tf32": Switch.OFF})
+        table = configured({"regional_compile": {"backend": self.backend}})
+        tier = resolve_tier(setting.tier, True)
+        request = TierRequest(tier, {"tf32": Switch.OFF}, table)
         return comfy.tier_clone(
             self.patcher(setting), request, lambda report: lambda kind, data: None
         )
@@ -215,6 +218,7 @@ def main() -> None:
     parser.add_argument("comfy", type=Path)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="eager", help="of max's compile; inductor is slow")
     parser.add_argument("--allocator", default="cudaMallocAsync")
     parser.add_argument("--host-args", default=[], type=str.split)
     options = parser.parse_args()
@@ -231,7 +235,7 @@ def main() -> None:
 
     random.seed(options.seed)
     with torch.inference_mode():
-        session = Session(Host())
+        session = Session(Host(), options.backend)
         # What the process keeps for good (CUDA's context, cuBLAS) is there from one run on.
         for model in ("zimage dense", "qwen gguf"):
             for tier in ("default", "max"):
