@@ -109,6 +109,12 @@ def test_interrupted_and_failed(page: ComfyPage) -> None:
     page.server.wait_idle()
     shown = page.wait_overlay("failed")
     assert shown["cells"] == cells(newest(page))
+    error = newest(page)["error"]
+    assert page.js(
+        """return [...document.querySelectorAll(".speed-tier-face")]
+            .some((e) => e.checkVisibility() && e.title === arg)""",
+        error,
+    )
     page.page.keyboard.press("Escape")  # the host's own error dialog
     page.js("document.querySelectorAll('.p-dialog-close-button').forEach((e) => e.click())")
 
@@ -315,8 +321,61 @@ def test_one_setting_hides_it(page: ComfyPage) -> None:
         "return ![...document.querySelectorAll('.speed-tier-overlay')]"
         ".some((e) => e.checkVisibility())"
     )
+    page.js("app.graph.add(LiteGraph.createNode('SpeedTierLoader'))")  # while it is hidden
+    page.page.wait_for_timeout(400)
+    assert page.overlays() == []
+    page.js("app.graph.remove(find('SpeedTierLoader'))")
     page.js("await app.extensionManager.setting.set('SpeedTier.Overlay.show', true)")
     page.wait_overlay(IDLE)
+
+
+def test_a_narrow_node_shows_fewer_figures(page: ComfyPage) -> None:
+    """Rather than cut all of them off; the bar says how far the run is."""
+    page.open(tiny_run("qwen", "max", seed=1))
+    node_id = page.js("return String(find('SpeedTier').id)")
+    timing = {"steps_s": [2.5, 1.25], "steady_step_s": 1.25, "total_s": 123.4}
+    page.tell(kind="step", run_id="n1", node_id=node_id, phase="sampling", step=1, total=4,
+        timing=timing)  # fmt: skip
+    page.wait_overlay("step 1 of 4")
+    look = """const box = [...document.querySelectorAll(".speed-tier-overlay")]
+            .find((e) => e.checkVisibility());
+        const cells = [...box.querySelectorAll("[data-cell]")].filter((e) => e.checkVisibility());
+        return {cells: cells.map((e) => e.dataset.cell), cut: cells.filter((e) =>
+            e.firstChild.scrollWidth > e.firstChild.clientWidth).length,
+            bar: box.querySelector(".speed-tier-bar").style.width};"""
+    page.js(
+        "const n = find('SpeedTier'); n.setSize([300, n.size[1]]); app.canvas.setDirty(true, true)"
+    )
+    page.page.wait_for_timeout(400)
+    assert page.js(look) == {"cells": cells_of_nothing(), "cut": 0, "bar": "25%"}
+    page.js(
+        "const n = find('SpeedTier'); n.setSize([150, n.size[1]]); app.canvas.setDirty(true, true)"
+    )
+    page.page.wait_for_timeout(400)
+    narrow = page.js(look)
+    assert narrow["cut"] == 0
+    if not page.js("return Boolean(LiteGraph.vueNodesMode)"):  # those have a width of their own
+        assert narrow["cells"] == ["last", "steady", "total"]
+
+
+@pytest.mark.parametrize("event", ["reconnected", "execution_success", "execution_interrupted"])
+def test_what_the_page_missed_is_asked_for(page: ComfyPage, event: str) -> None:
+    """A run that the page thinks open and the server does not know goes: a restart, a lost end."""
+    page.open(tiny_run("qwen", "max", seed=1))
+    node_id = page.js("return String(find('SpeedTier').id)")
+    page.tell(kind="step", run_id=event, node_id=node_id, phase="sampling", step=3, total=4)
+    page.wait_overlay("step 3 of 4")
+    page.js(
+        """const detail = {prompt_id: "told"};
+        app.api.dispatchEvent(new CustomEvent(arg, {detail}))""",
+        event,
+    )
+    page.wait_overlay(IDLE)
+    page.js(
+        """find("SpeedTier").mode = 4;
+        app.api.dispatchEvent(new CustomEvent("graphChanged", {detail: {}}))"""
+    )
+    page.wait_overlay("bypassed")
 
 
 def test_it_draws_seldom_and_not_while_hidden(page: ComfyPage) -> None:

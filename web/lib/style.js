@@ -5,7 +5,7 @@ export const STYLE = `
 .speed-tier-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden;
   clip-path: inset(50%); white-space: nowrap; }
 .speed-tier-overlay { position: relative; box-sizing: border-box; width: 100%; height: 100%;
-  min-height: 76px; overflow: hidden; }
+  min-height: 76px; overflow: hidden; container-type: inline-size; }
 .speed-tier-face { display: block; box-sizing: border-box; width: 100%; height: 76px; margin: 0; contain: strict;
   padding: 4px 7px; overflow: hidden; text-align: left; cursor: pointer; border-radius: 6px;
   color: var(--input-text, #ddd); background: var(--comfy-input-bg, #222);
@@ -27,6 +27,11 @@ export const STYLE = `
 .speed-tier-cells { display: grid; grid-template-columns: 1fr 1fr; column-gap: 10px; }
 .speed-tier-cell { display: flex; justify-content: space-between; gap: 4px; min-width: 0;
   white-space: nowrap; }
+@container (max-width: 215px) {
+  .speed-tier-cells { grid-template-columns: 1fr; }
+  .speed-tier-cell:is([data-cell="tax"], [data-cell="speedup"], [data-cell="recompiles"]) {
+    display: none; }
+}
 .speed-tier-label { color: var(--descrip-text, #999); overflow: hidden; text-overflow: ellipsis; }
 .speed-tier-value { flex: none; }
 
