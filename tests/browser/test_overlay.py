@@ -177,6 +177,9 @@ def test_another_tab_stays_quiet(page: ComfyPage) -> None:
         page.queue()
         page.server.wait_idle()
         page.wait_overlay("done")
+        # The snapshot has everybody's runs.
+        other.evaluate("() => app.api.dispatchEvent(new CustomEvent('reconnected'))")
+        other.wait_for_timeout(1000)
         states = other.evaluate(
             "() => [...document.querySelectorAll('.speed-tier-overlay')]"
             ".map((e) => e.dataset.state)"
