@@ -62,6 +62,7 @@ def watch(page: ComfyPage) -> None:
 
 
 def test_from_loading_to_done_in_every_tier(page: ComfyPage) -> None:
+    page.server.free(free_memory=True)  # what an earlier test compiled would not be compiled again
     page.open(slow_run("off"))
     assert page.wait_overlay(IDLE)["cells"] == dict.fromkeys(cells_of_nothing(), DASH)
     watch(page)
