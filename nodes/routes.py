@@ -25,6 +25,7 @@ _live: dict[str, dict[str, Any]] = {}  # the runs that have not ended: all that 
 _clients: dict[str, str] = {}  # run id -> the page that queued it
 _lock = threading.Lock()
 _KEPT_CLIENTS: Final = 128
+_PROMPTS_LOOKED_AT: Final = 8  # of those that ended, for what they took from the host's cache
 
 
 def opener_for(node_id: str, server: Any) -> Any:
@@ -102,8 +103,7 @@ def _running_prompt(server: Any) -> dict[str, Any]:
     if context is None:
         return {}
     found: dict[str, Any] = {"prompt_id": context.prompt_id, "node_id": str(context.node_id)}
-    queue = getattr(server, "prompt_queue", None)
-    for item in list(queue.currently_running.values()) if queue is not None else []:
+    for item in _running_items(server):
         if item[1] == context.prompt_id:
             extra = item[3]
             pnginfo = extra.get("extra_pnginfo") or {}
@@ -156,8 +156,7 @@ def register(server: Any) -> None:
 def snapshot(server: Any) -> dict[str, Any]:
     """What a page needs after a reload: the runs that ended, newest first, and those that go on."""
     runs = REPORTS.runs()
-    queue = getattr(server, "prompt_queue", None)
-    running = {item[1] for item in list(queue.currently_running.values())} if queue else set()
+    running = {item[1] for item in _running_items(server)}
     with _lock:
         for run_id in [i for i, message in _live.items() if message["prompt_id"] not in running]:
             del _live[run_id]
@@ -167,4 +166,54 @@ def snapshot(server: Any) -> dict[str, Any]:
             "texts": {run.run_id: run.to_text() for run in runs},
             "clients": {run.run_id: _clients.get(run.run_id, "") for run in runs},
             "live": list(_live.values()),
+            "served": served(server, runs),
         }
+
+
+def _running_items(server: Any) -> list[Any]:
+    queue = getattr(server, "prompt_queue", None)
+    return list(queue.currently_running.values()) if queue is not None else []
+
+
+def served(server: Any, runs: list[Report]) -> list[dict[str, Any]]:
+    """Prompts that got an earlier run's result from the host's cache instead of a run of their own.
+
+    The host calls nothing of ours then. What it took from the cache it keeps with a prompt that has
+    ended; of one that goes on only the page was told, so the page decides ("ended": False).
+    """
+    queue = getattr(server, "prompt_queue", None)
+    ended = queue.get_history(max_items=_PROMPTS_LOOKED_AT).values() if queue is not None else []
+    prompts = [(item, None, time.time()) for item in _running_items(server)]
+    for entry in ended:
+        messages = dict((entry.get("status") or {}).get("messages", []))
+        started_s = messages.get("execution_start", {}).get("timestamp", 0) / 1000
+        cached = messages.get("execution_cached", {}).get("nodes", [])
+        prompts.append((entry["prompt"], set(cached), started_s))
+    found = []
+    for item, cached, started_s in prompts:
+        signatures: dict[str, str] = {}
+        own = {(run.node_id, run.sampler_node_id) for run in runs if run.prompt_id == item[1]}
+        for run in runs:  # newest first: an older run of the same graph says nothing more
+            sampler = run.sampler_node_id.split(".")[0]
+            if run.outcome != "done" or (run.node_id, run.sampler_node_id) in own:
+                continue
+            if sampler not in (item[2] if cached is None else cached):
+                continue
+            signature = signatures.setdefault(sampler, graph_signature(item[2], sampler))
+            if signature != run.graph_signature:
+                continue
+            own.add((run.node_id, run.sampler_node_id))
+            extra = item[3] or {}
+            workflow = (extra.get("extra_pnginfo") or {}).get("workflow") or {}
+            found.append(
+                {
+                    "run_id": run.run_id,
+                    "prompt_id": item[1],
+                    "workflow_id": str(workflow.get("id", "")),
+                    "client_id": extra.get("client_id", ""),
+                    "sampler": sampler,
+                    "started_unix_s": started_s,
+                    "ended": cached is not None,
+                }
+            )
+    return found

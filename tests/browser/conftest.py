@@ -1,7 +1,11 @@
-"""One host and one Chromium for the whole session, one page for each node renderer."""
+"""One host and one Chromium for the whole session, one page for each node renderer.
+
+SPEED_TIER_TEST_FRONTEND=/path/to/comfyui_frontend_package/static tests another frontend.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def server() -> Iterator[HostServer]:
     packs = {"speed_tier_eager_compile": HERE / "eager_compile"}
     # The host's own attention on a CPU breaks every graph.
-    args = ("--use-pytorch-cross-attention",)
+    args: tuple[str, ...] = ("--use-pytorch-cross-attention",)
+    if frontend := os.environ.get("SPEED_TIER_TEST_FRONTEND"):
+        args += ("--front-end-root", frontend)
     with HostServer(tag="browser", custom_nodes=packs, extra_args=args) as running:
         yield running
 

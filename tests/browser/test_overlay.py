@@ -15,7 +15,12 @@ _seeds = itertools.count(5000)  # a graph the host has not cached yet
 
 
 def slow_run(
-    tier: str = "default", steps: int = 4, step_s: float = 0.3, arch: str = "qwen", raises: int = -1
+    tier: str = "default",
+    steps: int = 4,
+    step_s: float = 0.3,
+    arch: str = "qwen",
+    raises: int = -1,
+    report: bool = False,
 ) -> dict[str, Any]:
     """A run whose steps take a while, so that a page can follow it."""
     graph = Graph()
@@ -25,6 +30,8 @@ def slow_run(
         model = graph.add("TestRaise", model=model, **how)
     tiered = graph.speed_tier(model, tier, "tier")
     latent = graph.sample(tiered, steps=steps, seed=next(_seeds), node_id="sampler")
+    if report:
+        latent = graph.add("SpeedTierReport", "report", value=latent)
     graph.sink(latent, node_id="sink")
     return graph.prompt
 
@@ -55,6 +62,7 @@ def watch(page: ComfyPage) -> None:
 
 
 def test_from_loading_to_done_in_every_tier(page: ComfyPage) -> None:
+    page.server.free(free_memory=True)  # what an earlier test compiled would not be compiled again
     page.open(slow_run("off"))
     assert page.wait_overlay(IDLE)["cells"] == dict.fromkeys(cells_of_nothing(), DASH)
     watch(page)
@@ -102,8 +110,58 @@ def test_interrupted_and_failed(page: ComfyPage) -> None:
     page.server.wait_idle()
     shown = page.wait_overlay("failed")
     assert shown["cells"] == cells(newest(page))
+    error = newest(page)["error"]
+    assert page.js(
+        """return [...document.querySelectorAll(".speed-tier-face")]
+            .some((e) => e.checkVisibility() && e.title === arg)""",
+        error,
+    )
     page.page.keyboard.press("Escape")  # the host's own error dialog
     page.js("document.querySelectorAll('.p-dialog-close-button').forEach((e) => e.click())")
+
+
+def test_what_the_host_serves_from_its_cache_is_no_fresh_run(page: ComfyPage) -> None:
+    page.open(slow_run(step_s=0.0))
+    page.run()
+    assert page.wait_overlay("done")["state"] == "done"
+    run = newest(page)
+    for _ in range(2):
+        page.run()
+        shown = page.wait_overlay("from cache, measured .+")
+        assert (shown["state"], shown["tier"]) == ("cached", "default")
+        assert shown["cells"] == cells(run)
+    assert newest(page)["run_id"] == run["run_id"]
+    page.widget("KSampler", "seed", next(_seeds))
+    page.run()
+    assert page.wait_overlay("done")["cells"] == cells(newest(page))
+
+
+def test_a_reload_in_mid_run(page: ComfyPage) -> None:
+    """The workflow stays, what the page only thought it knew goes, the run's steps come again."""
+    page.open(slow_run(step_s=0.0, report=True))
+    (report,) = [output["text"][0] for output in page.run().values() if "json" in output]
+    page.wait_report(report)
+    page.widget("TestSleep", "seconds", 0.4)
+    page.widget("KSampler", "steps", 60)
+    page.js(
+        "await app.extensionManager.workflow.saveWorkflow"
+        "(app.extensionManager.workflow.activeWorkflow)"
+    )
+    prompt = page.prompt()
+    node_id = page.js("return String(find('SpeedTier').id)")
+    page.queue()
+    page.wait_overlay("step .* of 60")
+    page.tell(kind="step", run_id="gone", node_id=node_id, phase="sampling", step=1, total=9)
+    page.wait_overlay("step 1 of 9")
+    page.reload()
+    page.wait("return find('SpeedTier')")
+    assert page.prompt() == prompt
+    first = page.wait_overlay("step .* of 60")["text"]  # and not the run that the host never had
+    page.wait_overlay(f"(?!{first}$)step .* of 60")
+    page.wait_report(report)
+    page.js("await app.api.interrupt()")
+    page.server.wait_idle()
+    assert page.wait_overlay("interrupted")["cells"] == cells(newest(page))
 
 
 def test_another_tab_stays_quiet(page: ComfyPage) -> None:
@@ -120,6 +178,9 @@ def test_another_tab_stays_quiet(page: ComfyPage) -> None:
         page.queue()
         page.server.wait_idle()
         page.wait_overlay("done")
+        # The snapshot has everybody's runs.
+        other.evaluate("() => app.api.dispatchEvent(new CustomEvent('reconnected'))")
+        other.wait_for_timeout(1000)
         states = other.evaluate(
             "() => [...document.querySelectorAll('.speed-tier-overlay')]"
             ".map((e) => e.dataset.state)"
@@ -264,8 +325,61 @@ def test_one_setting_hides_it(page: ComfyPage) -> None:
         "return ![...document.querySelectorAll('.speed-tier-overlay')]"
         ".some((e) => e.checkVisibility())"
     )
+    page.js("app.graph.add(LiteGraph.createNode('SpeedTierLoader'))")  # while it is hidden
+    page.page.wait_for_timeout(400)
+    assert page.overlays() == []
+    page.js("app.graph.remove(find('SpeedTierLoader'))")
     page.js("await app.extensionManager.setting.set('SpeedTier.Overlay.show', true)")
     page.wait_overlay(IDLE)
+
+
+def test_a_narrow_node_shows_fewer_figures(page: ComfyPage) -> None:
+    """Rather than cut all of them off; the bar says how far the run is."""
+    page.open(tiny_run("qwen", "max", seed=1))
+    node_id = page.js("return String(find('SpeedTier').id)")
+    timing = {"steps_s": [2.5, 1.25], "steady_step_s": 1.25, "total_s": 123.4}
+    page.tell(kind="step", run_id="n1", node_id=node_id, phase="sampling", step=1, total=4,
+        timing=timing)  # fmt: skip
+    page.wait_overlay("step 1 of 4")
+    look = """const box = [...document.querySelectorAll(".speed-tier-overlay")]
+            .find((e) => e.checkVisibility());
+        const cells = [...box.querySelectorAll("[data-cell]")].filter((e) => e.checkVisibility());
+        return {cells: cells.map((e) => e.dataset.cell), cut: cells.filter((e) =>
+            e.firstChild.scrollWidth > e.firstChild.clientWidth).length,
+            bar: box.querySelector(".speed-tier-bar").style.width};"""
+    page.js(
+        "const n = find('SpeedTier'); n.setSize([300, n.size[1]]); app.canvas.setDirty(true, true)"
+    )
+    page.page.wait_for_timeout(400)
+    assert page.js(look) == {"cells": cells_of_nothing(), "cut": 0, "bar": "25%"}
+    page.js(
+        "const n = find('SpeedTier'); n.setSize([150, n.size[1]]); app.canvas.setDirty(true, true)"
+    )
+    page.page.wait_for_timeout(400)
+    narrow = page.js(look)
+    assert narrow["cut"] == 0
+    if not page.js("return Boolean(LiteGraph.vueNodesMode)"):  # those have a width of their own
+        assert narrow["cells"] == ["last", "steady", "total"]
+
+
+@pytest.mark.parametrize("event", ["reconnected", "execution_success", "execution_interrupted"])
+def test_what_the_page_missed_is_asked_for(page: ComfyPage, event: str) -> None:
+    """A run that the page thinks open and the server does not know goes: a restart, a lost end."""
+    page.open(tiny_run("qwen", "max", seed=1))
+    node_id = page.js("return String(find('SpeedTier').id)")
+    page.tell(kind="step", run_id=event, node_id=node_id, phase="sampling", step=3, total=4)
+    page.wait_overlay("step 3 of 4")
+    page.js(
+        """const detail = {prompt_id: "told"};
+        app.api.dispatchEvent(new CustomEvent(arg, {detail}))""",
+        event,
+    )
+    page.wait_overlay(IDLE)
+    page.js(
+        """find("SpeedTier").mode = 4;
+        app.api.dispatchEvent(new CustomEvent("graphChanged", {detail: {}}))"""
+    )
+    page.wait_overlay("bypassed")
 
 
 def test_it_draws_seldom_and_not_while_hidden(page: ComfyPage) -> None:
@@ -295,11 +409,52 @@ def test_it_draws_seldom_and_not_while_hidden(page: ComfyPage) -> None:
         return {seconds, ...open, drawn, after: scheduler.draws - hidden};""",
         node_id,
     )
-    assert seen["draws"] <= 4 * seen["seconds"] + 2
+    assert seen["draws"] <= 2.5 * seen["seconds"] + 2
     assert seen["drawn"] == 0
     assert seen["after"] >= 1
-    assert seen["ms"] / seen["draws"] < 30  # of one draw; measured 1 to 4 on a busy machine
     page.wait_overlay("step 300 of 300")
+
+
+def test_it_takes_under_one_percent_of_the_page(page: ComfyPage) -> None:
+    """Of a stream of 30 ms steps, at the rate at which the server sends them.
+
+    Measured with eight busy programs on two cores: 4 to 5 ms a second of the 10 that are 1 %.
+    """
+    page.open(tiny_run("qwen", "max", seed=1))
+    node_id = page.js("return String(find('SpeedTier').id)")
+    session = page.context.new_cdp_session(page.page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def layout_ms() -> float:
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        found = {metric["name"]: metric["value"] for metric in metrics}
+        return 1000 * (found["LayoutDuration"] + found["RecalcStyleDuration"])
+
+    before = layout_ms()
+    seen = page.js(
+        """const { scheduler } = await load("speed_tier.js");
+        const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+        const draws = scheduler.draws, spent = [], began = performance.now();
+        for (let step = 8; step <= 160; step += 8) {
+            const steps_s = Array(step).fill(0.03), spent_ms = scheduler.spent_ms;
+            app.api.dispatchEvent(new CustomEvent("speed_tier.update", {detail: {
+                kind: "step", run_id: "cost", client_id: app.api.clientId, prompt_id: "told",
+                workflow_id: String(app.rootGraph.id), node_id: arg, started_unix_s: 4e9,
+                tier: "max", phase: "sampling", step, total: 160, compile: {recompiles: 0},
+                timing: {steps_s, step_marks: steps_s.map(() => ""),
+                    steady_step_s: 0.03 + step / 1e6, first_step_tax_s: 0.1,
+                    total_s: step * 0.03}}}));
+            await pause(250);
+            if (scheduler.spent_ms > spent_ms) spent.push(scheduler.spent_ms - spent_ms);
+        }
+        spent.sort((a, b) => a - b);
+        return {draws: scheduler.draws - draws, seconds: (performance.now() - began) / 1000,
+            typical_ms: spent[Math.floor(spent.length / 2)]};""",
+        node_id,
+    )
+    cost = seen["draws"] * seen["typical_ms"] + layout_ms() - before
+    assert seen["draws"] >= 8
+    assert cost / seen["seconds"] < 10, (cost, seen)
 
 
 def test_how_it_looks_to_everyone(page: ComfyPage) -> None:

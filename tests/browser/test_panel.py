@@ -168,6 +168,11 @@ def test_a_notice_is_told_once_a_session(page: ComfyPage) -> None:
         told = page.js("return window.told")
         assert [message["detail"] for message in told] == list(reasons.values())
         assert {message["severity"] for message in told} == {"warn"}
+        assert [message["summary"] for message in told] == [
+            "max runs without compiling",
+            "A Speed Tier feature fell back",
+            "ComfyUI manages this model's memory",
+        ]
         assert (
             page.js(
                 "return Object.keys(sessionStorage).filter("

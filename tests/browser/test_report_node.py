@@ -125,29 +125,6 @@ def test_a_run_belongs_to_the_workflow_it_was_queued_from(page: ComfyPage) -> No
     page.wait_report(text)
 
 
-def test_a_page_reload_keeps_workflow_and_text(page: ComfyPage) -> None:
-    open_run(page, "default", arch="qwen")
-    text, _ = report_output(page.run())
-    page.wait_report(text)
-    prompt = page.prompt()
-    page.js(
-        "await app.extensionManager.workflow.saveWorkflow"
-        "(app.extensionManager.workflow.activeWorkflow)"
-    )
-    # A run of another graph is going on, of which the page has heard something.
-    page.tell(kind="step", run_id="gone", node_id="2", phase="sampling", step=1, total=9)
-    page.wait_overlay("step 1 of 9")
-    page.reload()
-    page.wait("return find('SpeedTierReport')")
-    assert page.prompt() == prompt
-    page.wait_report(text)
-    run = newest_run(page)
-    assert page.wait_overlay("done")["cells"] == cells(run)  # not the run that the host forgot
-    text, data = report_output(page.run())
-    page.wait_report(text)
-    assert data["from_cache"]
-
-
 def test_snapshot_and_events_in_any_order(page: ComfyPage) -> None:
     """What the page missed comes with the snapshot, what is still to come with the events."""
     open_run(page, "off", arch="qwen", steps=3)

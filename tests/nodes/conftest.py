@@ -14,7 +14,11 @@ class Host:
     def __init__(self):
         self.context = None
         self.sent = []
-        self.prompt_queue = SimpleNamespace(currently_running={})
+        self.history = {}
+        self.prompt_queue = SimpleNamespace(
+            currently_running={},
+            get_history=lambda max_items: dict(list(self.history.items())[-max_items:]),
+        )
 
     def execute(self, prompt_id, node_id, prompt, client_id="page", workflow_id="wf"):
         """As if `node_id` of a queued prompt were executing in this thread."""
@@ -24,6 +28,16 @@ class Host:
             0: (0, "another prompt", {}, {"client_id": "another page"}, []),
             1: (1, prompt_id, prompt, extra, []),
         }
+
+    def end(self, cached=(), started_ms=1000):
+        """As if the running prompt had ended, with some nodes' outputs taken from the cache."""
+        item = self.prompt_queue.currently_running.pop(1)
+        messages = [
+            ("execution_start", {"prompt_id": item[1], "timestamp": started_ms}),
+            ("execution_cached", {"nodes": list(cached), "prompt_id": item[1]}),
+        ]
+        self.history[item[1]] = {"prompt": item, "status": {"messages": messages}}
+        self.context = None
 
     def send_sync(self, event, data, client_id):
         self.sent.append((event, data, client_id))

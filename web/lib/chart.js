@@ -25,6 +25,13 @@ export function commonTop(runs) {
   return Math.max(0, ...(steady.length ? steady : all)) * HEADROOM;
 }
 
+function titleOf(step, i, mark) {
+  const title = svg("title", {});
+  title.textContent =
+    text("stepTime", { step: i + 1, time: seconds(step) }) + (mark ? `, ${text(mark)}` : "");
+  return title;
+}
+
 export function chart(run, top) {
   const { steps_s: steps = [], step_marks: marks = [] } = run.timing ?? {};
   const figure = element("figure", "speed-tier-chart");
@@ -42,10 +49,7 @@ export function chart(run, top) {
     const height = Math.max(1, Math.min(1, step / (top || 1)) * HEIGHT);
     const bar = svg("rect", { x: i * SLOT + 1, width: SLOT - 2, y: HEIGHT - height, height });
     bar.setAttribute("class", `speed-tier-step ${marks[i] || "steady"}`);
-    const title = svg("title", {});
-    const mark = marks[i] ? `, ${text(marks[i])}` : "";
-    title.textContent = text("stepTime", { step: i + 1, time: seconds(step) }) + mark;
-    bar.append(title);
+    if (run.kind === "report") bar.append(titleOf(step, i, marks[i])); // nobody points at one before
     drawing.append(bar);
   });
   const legend = element("figcaption", "speed-tier-legend");

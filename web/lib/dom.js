@@ -7,9 +7,32 @@ export function element(tag, className = "", content = "") {
   return made;
 }
 
-// Text that has not changed is not written: writing makes the browser lay out and paint.
+// Text that has not changed is not written: writing makes the browser lay out and paint. What has
+// goes into the text node that is there: a new one would make the browser match every :has() of the
+// frontend's styles again, 4 ms a draw (measured, frontend 1.32.9).
 export function write(target, content) {
-  if (target.textContent !== content) target.textContent = content;
+  const inside = target.firstChild;
+  if (inside?.nodeType !== Node.TEXT_NODE || inside.nextSibling) target.textContent = content;
+  else if (inside.data !== content) inside.data = content;
+}
+
+// Makes `live` equal to `wanted` and touches only what differs. `wanted` may lose its children.
+export function patch(live, wanted) {
+  for (const { name } of [...live.attributes]) {
+    if (!wanted.hasAttribute(name)) live.removeAttribute(name);
+  }
+  for (const { name, value } of wanted.attributes) {
+    if (live.getAttribute(name) !== value) live.setAttribute(name, value);
+  }
+  const old = [...live.childNodes];
+  const made = [...wanted.childNodes];
+  made.forEach((node, i) => {
+    if (!old[i]) live.append(node);
+    else if (old[i].nodeName !== node.nodeName) old[i].replaceWith(node);
+    else if (node.nodeType !== Node.TEXT_NODE) patch(old[i], node);
+    else if (old[i].data !== node.data) old[i].data = node.data;
+  });
+  for (const node of old.slice(made.length)) node.remove();
 }
 
 export function button(label, className, onClick) {

@@ -3,7 +3,7 @@
 // Its cells have fixed places and its box a fixed height, so that nothing jumps while it changes.
 
 import { element, keepPointer, write } from "./dom.js";
-import { DASH, count, milliseconds, perStep, seconds, times } from "./format.js";
+import { DASH, clock, count, milliseconds, perStep, seconds, times } from "./format.js";
 import { asideOf } from "./graph.js";
 import { stateOf, tierOf } from "./run_store.js";
 import { text } from "./texts.js";
@@ -75,29 +75,38 @@ function fit(node, width = 0) {
   if (size[0] !== node.size[0] || size[1] !== node.size[1]) node.setSize?.(size);
 }
 
+const partsOf = new WeakMap(); // box -> its elements, found once
+
+function findParts(box) {
+  const part = (name) => box.querySelector(`.speed-tier-${name}`);
+  const cells = [...box.querySelectorAll("[data-cell]")];
+  return { face: part("face"), name: part("name"), state: part("state"), bar: part("bar"), cells };
+}
+
 export function drawOverlay(node, run) {
   const box = widgetOf(node)?.element;
   if (!box) return;
-  const part = (name) => box.querySelector(`.speed-tier-${name}`);
+  if (!partsOf.has(box)) partsOf.set(box, findParts(box));
+  const parts = partsOf.get(box);
   const aside = asideOf(node);
   const shown = aside ? null : run;
   const state = shown ? stateOf(shown) : "idle";
   if (box.dataset.state !== state) box.dataset.state = state;
-  const face = part("face");
+  const { face, bar, cells } = parts;
   if (face.getAttribute("aria-label") !== text("openPanel")) {
     face.setAttribute("aria-label", text("openPanel"));
-    for (const cell of box.querySelectorAll("[data-cell]")) {
-      write(cell.firstChild, text(cell.dataset.cell));
-    }
+    for (const cell of cells) write(cell.firstChild, text(cell.dataset.cell));
   }
-  write(part("name"), shown ? tierOf(shown) : "");
-  write(part("state"), aside ? text(aside) : stateText(shown, state));
+  const tier = shown ? tierOf(shown) : "";
+  write(parts.name, tier);
+  if (parts.name.hidden !== !tier) parts.name.hidden = !tier;
+  write(parts.state, aside ? text(aside) : stateText(shown, state));
   const title = shown?.error || stateText(shown, state);
   if (face.title !== title) face.title = title;
   const width = `${progress(shown, state)}%`;
-  if (part("bar").style.width !== width) part("bar").style.width = width;
+  if (bar.style.width !== width) bar.style.width = width;
   const figures = figuresOf(shown);
-  for (const cell of box.querySelectorAll("[data-cell]")) {
+  for (const cell of cells) {
     write(cell.lastChild, figures[cell.dataset.cell]);
   }
   speak(box, shown, state, figures);
@@ -106,12 +115,13 @@ export function drawOverlay(node, run) {
 function stateText(run, state) {
   if (!run) return text("idle");
   if (state === "compiling") return text("compiling", run);
+  if (state === "cached") return text("cached", { time: clock(run.measured_unix_s) });
   if (state === "sampling" && run.step) return text("step", run);
   return text(state);
 }
 
 function progress(run, state) {
-  if (!run || state === "loading") return 0;
+  if (!run || state === "loading" || state === "cached") return 0;
   return run.kind === "report" ? 100 : Math.round((100 * (run.step ?? 0)) / (run.total || 1));
 }
 
@@ -134,6 +144,6 @@ function speak(box, run, state, figures) {
     box.dataset.follows = run.run_id;
     write(spoken, "");
   } else if (run && box.dataset.follows === run.run_id) {
-    write(spoken, text("spoken", { ...figures, tier: tierOf(run), state: text(state) }));
+    write(spoken, text("spoken", { ...figures, tier: tierOf(run), state: stateText(run, state) }));
   }
 }

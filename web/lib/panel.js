@@ -2,7 +2,7 @@
 // of runs. Drawn only while it is open; each part only when what it shows has changed.
 
 import { commonTop } from "./chart.js";
-import { button, copy, element, write } from "./dom.js";
+import { button, copy, element, patch, write } from "./dom.js";
 import { DASH, clock, perStep, seconds, size, times } from "./format.js";
 import { row, runCard } from "./run_card.js";
 import { stateOf, tierOf } from "./run_store.js";
@@ -88,7 +88,9 @@ export class Panel {
     const made = pair.map((run) => runCard(run, top));
     for (const card of made) card.querySelector("details").open = open.has(card.dataset.run);
     if (!made.length) made.push(element("p", "speed-tier-none", text("noRuns")));
-    cards.replaceChildren(...made);
+    const wanted = element("div", cards.className);
+    wanted.append(...made);
+    patch(cards, wanted);
   }
 
   #drawList(runs) {

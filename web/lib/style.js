@@ -5,8 +5,8 @@ export const STYLE = `
 .speed-tier-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden;
   clip-path: inset(50%); white-space: nowrap; }
 .speed-tier-overlay { position: relative; box-sizing: border-box; width: 100%; height: 100%;
-  min-height: 76px; overflow: hidden; }
-.speed-tier-face { display: block; box-sizing: border-box; width: 100%; height: 76px; margin: 0;
+  min-height: 76px; overflow: hidden; container-type: inline-size; }
+.speed-tier-face { display: block; box-sizing: border-box; width: 100%; height: 76px; margin: 0; contain: strict;
   padding: 4px 7px; overflow: hidden; text-align: left; cursor: pointer; border-radius: 6px;
   color: var(--input-text, #ddd); background: var(--comfy-input-bg, #222);
   border: 1px solid var(--border-color, #4e4e4e); font: 11px/14px var(--font-inter, sans-serif);
@@ -16,16 +16,22 @@ export const STYLE = `
   outline: 2px solid var(--primary-background, #0b8ce9); outline-offset: -2px; }
 .speed-tier-head { display: flex; gap: 6px; height: 15px; line-height: 15px; white-space: nowrap; }
 .speed-tier-head .speed-tier-state { overflow: hidden; text-overflow: ellipsis; }
-.speed-tier-name:empty { display: none; }
 .speed-tier-track { display: block; height: 3px; margin: 2px 0 3px; border-radius: 2px;
   background: var(--border-color, #4e4e4e); overflow: hidden; }
 .speed-tier-bar { display: block; height: 100%; width: 0;
   background: var(--primary-background, #0b8ce9); }
 .speed-tier-overlay[data-state="failed"] .speed-tier-bar,
 .speed-tier-overlay[data-state="interrupted"] .speed-tier-bar { background: var(--error-text, #f44); }
+.speed-tier-overlay[data-state="cached"] :is(.speed-tier-value, .speed-tier-state) {
+  color: var(--descrip-text, #999); }
 .speed-tier-cells { display: grid; grid-template-columns: 1fr 1fr; column-gap: 10px; }
 .speed-tier-cell { display: flex; justify-content: space-between; gap: 4px; min-width: 0;
   white-space: nowrap; }
+@container (max-width: 215px) {
+  .speed-tier-cells { grid-template-columns: 1fr; }
+  .speed-tier-cell:is([data-cell="tax"], [data-cell="speedup"], [data-cell="recompiles"]) {
+    display: none; }
+}
 .speed-tier-label { color: var(--descrip-text, #999); overflow: hidden; text-overflow: ellipsis; }
 .speed-tier-value { flex: none; }
 
@@ -35,7 +41,7 @@ export const STYLE = `
 .speed-tier-button:hover:enabled { background: var(--content-hover-bg, #333); }
 .speed-tier-button:disabled { opacity: 0.5; cursor: default; }
 .speed-tier-panel { display: grid; grid-template: auto minmax(0, 1fr) / minmax(0, 1fr) auto;
-  box-sizing: border-box; height: 100%; padding: 6px 12px; gap: 4px 16px; overflow: hidden;
+  box-sizing: border-box; height: 100%; padding: 6px 12px; gap: 4px 16px; overflow: hidden; contain: content;
   color: var(--fg-color, #fff); background: var(--comfy-menu-bg, #353535); text-align: left;
   font: 12px/1.45 var(--font-inter, sans-serif); font-variant-numeric: tabular-nums; }
 .speed-tier-tools { grid-column: 1 / -1; display: flex; gap: 6px; align-items: center; }

@@ -12,6 +12,7 @@ export const ENGLISH = {
   done: "done",
   interrupted: "interrupted",
   failed: "failed",
+  cached: "from cache, measured {time}",
   muted: "muted",
   bypassed: "bypassed",
   last: "last step",
