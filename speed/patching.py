@@ -98,6 +98,16 @@ def _take(patch: Patch) -> None:
         attributes[patch.attribute] = slot.original
 
 
+def beneath(target: Any, attribute: str, replacement: Any) -> Any:
+    """What a call would reach if `replacement` were not there: an earlier patch, or None."""
+    slot = _slots.get((id(target), attribute))
+    holders = slot.holders if slot is not None else []
+    for index in range(len(holders) - 1, 0, -1):
+        if holders[index] is replacement:
+            return holders[index - 1]
+    return None
+
+
 def active_patches() -> int:
     """How many (object, attribute) pairs are patched at this moment, in the whole process."""
     return len(_slots)

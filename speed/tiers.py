@@ -28,7 +28,13 @@ class Switch(str, Enum):
     OFF = "off"
 
 
-_DEFAULT_FEATURES: Final = ("attention_backend", "cudnn_benchmark", "gguf_dequant", "graph_capture")
+_DEFAULT_FEATURES: Final = (
+    "attention_backend",
+    "cudnn_benchmark",
+    "eager_patches",
+    "gguf_dequant",
+    "graph_capture",
+)
 # Planned in no tier: only where the Advanced node says "on".
 ADVANCED_ONLY: Final = ("dequant_cache",)
 _MAX_ONLY_FEATURES: Final = ("tf32", "fused_qkv", "regional_compile")

@@ -8,6 +8,7 @@ from .attention_backend import AttentionBackend
 from .base import Optimization
 from .cudnn_benchmark import CudnnBenchmark
 from .dequant_cache import DequantCache
+from .eager_patches import EagerPatches
 from .fused_qkv import FusedQkv
 from .gguf_dequant import GgufDequant
 from .graph_capture import GraphCapture
@@ -20,6 +21,7 @@ OPTIMIZATIONS: Final[tuple[Optimization, ...]] = (
     Tf32(),
     CudnnBenchmark(),
     AttentionBackend(),
+    EagerPatches(),
     GgufDequant(),
     DequantCache(),
     FusedQkv(),

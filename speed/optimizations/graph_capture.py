@@ -381,9 +381,9 @@ class GraphedForward:
         known = [*inputs, *self._weights.tensors()]
         recorder = self._config.recorder
         try:
-            if compiled:  # what is new to the compiler is compiled now, not in the capture
+            if self._compiled:  # what is new, to a compiler or a kernel, is built before
                 call(inputs)
-                before = dynamo.graph_count()
+            before = dynamo.graph_count() if compiled else 0
             rehearsal = recorder.rehearse(lambda: call(inputs), self._device, known, compiled)
             if compiled and not rehearsal.problem and dynamo.graph_count() != before:
                 rehearsal.problem = "the compiler is not done with this size"

@@ -32,7 +32,7 @@ from ..env import inductor_problem
 from ..families.base import RepeatedBlock
 from ..flags import safe_inductor_cache
 from ..gguf.foreign import stated_type
-from ..patching import GradOff, Patch, is_replaced
+from ..patching import GradOff, Patch, beneath, is_replaced
 from ..report import CompiledKind, CompileFacts
 from . import dynamo
 from .base import Context, Fidelity, Handle
@@ -192,7 +192,10 @@ class BlockCall:
         return ""
 
     def eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return type(self.block).forward(self.block, *args, **kwargs)
+        forward = beneath(self.block, "forward", self)
+        if forward is None or isinstance(forward, BlockCall):  # the same run's, or an outer one's
+            return type(self.block).forward(self.block, *args, **kwargs)
+        return forward(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.runs[-1] if self.runs else None

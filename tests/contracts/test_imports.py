@@ -20,9 +20,10 @@ ROOMS = {
     },
     "optimizations": {
         *("kernels", "gguf", "families", "patching", "flags", "probe", "report", "timing"),
-        *("crash_canary", "cuda_graph", "env", "errors"),
+        *("crash_canary", "cuda_graph", "fused_blocks", "env", "errors"),
     },
     "gguf": {"kernels", "env", "errors"},
+    "fused_blocks": {"kernels", "patching", "env", "errors"},
     **{
         room: {"env", "errors"}
         for room in (

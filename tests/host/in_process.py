@@ -93,7 +93,9 @@ class Seen:
         return next(f for f in self.report["features"] if f["name"] == name)
 
 
-def run_steps(steps: list[Step], folder: Path) -> dict[str, Seen]:
+def run_steps(
+    steps: list[Step], folder: Path, environment: dict[str, str] | None = None
+) -> dict[str, Seen]:
     """Go through `steps` in one fresh process; latents are left in `folder`."""
     import torch
 
@@ -104,6 +106,7 @@ def run_steps(steps: list[Step], folder: Path) -> dict[str, Seen]:
     done = subprocess.run(
         command,
         input=json.dumps([asdict(step) for step in steps]),
+        env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -228,6 +231,10 @@ def main(host: str, folder: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from speed_tier.tests.triton_interpreter import round_to_nearest
+
+        round_to_nearest()
     session = _Session()
     from speed_tier.speed import REPORTS
     from torch._dynamo.utils import counters
