@@ -47,7 +47,10 @@ class FusedBlock:
         """Why the host's code is not what this class was written for, or None."""
         for path, needles in cls.needles.items():
             module, _, method = path.rpartition(".")
-            owner = block.get_submodule(module) if module else block
+            try:
+                owner = block.get_submodule(module) if module else block
+            except AttributeError:
+                return f"{type(block).__name__} has no part {module}"
             if problem := _drift(getattr(type(owner), method, None), needles):
                 return problem
         return None

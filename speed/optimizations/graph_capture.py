@@ -300,10 +300,6 @@ class GraphedForward:
         entry.measured += 1
         entry.before_ms = min(entry.before_ms or timed.ms, timed.ms)
         if timed.issue_ms < self._config.busy * timed.ms:
-            if self._without_compiler():
-                entry.reason = "compiled blocks keep the card busy without one"
-                self.counts[entry.reason] += 1
-                return timed.output
             entry.busy = True
             if entry.runs < 2:
                 self.counts["the card is busy without one; a second run of this size decides"] += 1

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from speed_tier.speed.tiers import TIER_FEATURES, Tier
 from speed_tier.tests.browser.figures import cells
 from speed_tier.tests.browser.page import ComfyPage
 from speed_tier.tests.host.graphs import tiny_run
@@ -45,8 +46,7 @@ def test_the_node_shows_the_report_of_each_tier(page: ComfyPage) -> None:
         assert f"first step {run['timing']['first_step_s']:.3f} s" in text
         for feature in run["features"]:
             assert f"{feature['name']}: {feature['state']}" in text
-        planned = {"off": 0, "default": 3, "max": 6}[tier]
-        assert len(run["features"]) == planned
+        assert {feature["name"] for feature in run["features"]} == TIER_FEATURES[Tier(tier)]
 
 
 def test_a_run_from_the_cache_says_so(page: ComfyPage) -> None:

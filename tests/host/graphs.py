@@ -8,6 +8,7 @@ Link = list[Any]
 FEATURES = (
     "attention_backend",
     "cudnn_benchmark",
+    "eager_patches",
     "gguf_dequant",
     "dequant_cache",
     "tf32",

@@ -70,6 +70,7 @@ export const ENGLISH = {
   close: "Close",
   attention_backend: "Attention kernel",
   cudnn_benchmark: "cuDNN tuning",
+  eager_patches: "Fused blocks",
   gguf_dequant: "GGUF dequantisation",
   dequant_cache: "Dequantised layers kept",
   tf32: "TF32",
