@@ -214,7 +214,11 @@ class Run:
         with self._lock:
             found = self._engagements.get(id(call.denoiser))
             if found is None:
-                found = self._engagements[id(call.denoiser)] = self._engage(call)
+                # What is measured or compared draws random inputs; the sampler's numbers are not
+                # to depend on that.
+                devices = [call.device] if call.device.type == "cuda" else []
+                with torch.random.fork_rng(devices=devices):
+                    found = self._engagements[id(call.denoiser)] = self._engage(call)
                 self.report.flags["during"] = describe(snapshot())
                 self.report.model = found.model
                 self.publish("engaged", self._engaged_facts)

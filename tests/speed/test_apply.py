@@ -345,6 +345,18 @@ def test_a_feature_that_had_nothing_to_gain_was_not_engaged():
     assert report.notices == []
 
 
+def test_random_inputs_of_a_measurement_do_not_move_the_samplers_random_numbers():
+    class Measuring(Fake):
+        def check(self, context):
+            torch.randn(100)
+
+    before = torch.get_rng_state()
+    session = Session(Measuring("a", []))
+    session.call()
+    session.finish()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_an_optimization_is_told_what_is_in_place_before_it():
     contexts = []
     session = Session(Fake("a", []), Fake("b", [], reason="no"), Fake("c", [], contexts=contexts))
