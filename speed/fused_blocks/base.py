@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -28,12 +30,20 @@ class FusedBlock:
         block: the host's block.
         norms: its norms with weights: read here, not called.
         bypassed: other modules whose forward is not called, while their parts are.
+        read: brings a norm's weight to an input, where the host keeps it elsewhere.
     """
 
     needles: ClassVar[dict[str, tuple[str, ...]]]
 
-    def __init__(self, block: Any, norms: Iterable[Any], bypassed: Iterable[Any]) -> None:
+    def __init__(
+        self,
+        block: Any,
+        norms: Iterable[Any],
+        bypassed: Iterable[Any],
+        read: Callable[[Any, Tensor], AbstractContextManager[Tensor]] | None,
+    ) -> None:
         self.block = block
+        self.read = read
         self.norms: list[Any] = list(norms)
         self.bypassed: list[Any] = list(bypassed)
         parts = [*self.norms, *self.bypassed]
@@ -62,7 +72,7 @@ class FusedBlock:
                 return "another pack has replaced a part's forward"
         for norm in self.norms:
             weight = norm._parameters.get("weight")
-            if weight is None or weight.device != device:
+            if weight is None or (self.read is None and weight.device != device):
                 return f"the weight of a norm is not on {device}"
         return ""
 
@@ -74,11 +84,14 @@ class FusedBlock:
             or any(norm.weight_function for norm in self._patchable)
         )
 
-    def weight(self, index: int) -> Tensor:
-        """Of the norm at `index`."""
+    def weight(self, index: int, like: Tensor) -> AbstractContextManager[Tensor]:
+        """Of the norm at `index`, where `like` is, as long as the context is entered."""
         weight = self._parameters[index]["weight"]
         assert weight is not None
-        return weight
+        if weight.device == like.device:
+            return contextlib.nullcontext(weight)
+        assert self.read is not None
+        return self.read(self.norms[index], like)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.block).forward(self.block, *args, **kwargs)

@@ -40,14 +40,14 @@ class QwenImageBlock(FusedBlock):
         ),
     }
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Any, read: Any = None) -> None:
         attention = block.attn
         norms = [
             *(attention.norm_q, attention.norm_k),
             *(attention.norm_added_q, attention.norm_added_k),
         ]
         plain_norms = [block.img_norm1, block.img_norm2, block.txt_norm1, block.txt_norm2]
-        super().__init__(block, norms, [attention, attention.to_out[1], *plain_norms])
+        super().__init__(block, norms, [attention, attention.to_out[1], *plain_norms], read)
         self.attention = attention
         self.heads, self.head_dim = int(attention.heads), int(attention.dim_head)
         self.plain_norms = plain_norms
@@ -132,12 +132,12 @@ class QwenImageBlock(FusedBlock):
         joint = joint_q, joint_k, joint_v
         eps = rms_eps(attention.norm_q.eps, image.dtype, image.device)
         q, k, v = attention.to_q(image), attention.to_k(image), attention.to_v(image)
-        weights = self.weight(0), self.weight(1)
-        ops.qk_norm_rope(q, k, v, *weights, table, joint, text_tokens, eps)
+        with self.weight(0, image) as q_weight, self.weight(1, image) as k_weight:
+            ops.qk_norm_rope(q, k, v, q_weight, k_weight, table, joint, text_tokens, eps)
         q, k, v = attention.add_q_proj(text), attention.add_k_proj(text), attention.add_v_proj(text)
         eps = rms_eps(attention.norm_added_q.eps, image.dtype, image.device)
-        weights = self.weight(2), self.weight(3)
-        ops.qk_norm_rope(q, k, v, *weights, table, joint, 0, eps)
+        with self.weight(2, text) as q_weight, self.weight(3, text) as k_weight:
+            ops.qk_norm_rope(q, k, v, q_weight, k_weight, table, joint, 0, eps)
         q, k, v = (part.transpose(1, 2) for part in joint)
         output = attention_of(attention)(
             q, k, v, self.heads, None, transformer_options=options, skip_reshape=True

@@ -38,13 +38,13 @@ class ZImageBlock(FusedBlock):
         "feed_forward._forward_silu_gating": ("F.silu(x1) * x3",),
     }
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Any, read: Any = None) -> None:
         attention, feed_forward = block.attention, block.feed_forward
         norms = [
             *(block.attention_norm1, block.attention_norm2, block.ffn_norm1, block.ffn_norm2),
             *(attention.q_norm, attention.k_norm),
         ]
-        super().__init__(block, norms, [attention, feed_forward])
+        super().__init__(block, norms, [attention, feed_forward], read)
         self.heads, self.head_dim = int(attention.n_local_heads), int(attention.head_dim)
         self.width = self.heads * self.head_dim
         self.modulation = block.adaLN_modulation if block.modulation else None
@@ -85,12 +85,16 @@ class ZImageBlock(FusedBlock):
             scales = self.modulation(adaln_input).chunk(4, dim=1)
         scale_attention, gate_attention, scale_mlp, gate_mlp = scales
         eps = [rms_eps(norm.eps, x.dtype, x.device) for norm in self.norms]
-        h = ops.norm_modulate(x, self.weight(0), scale_attention, None, eps[0], False)
+        with self.weight(0, x) as weight:
+            h = ops.norm_modulate(x, weight, scale_attention, None, eps[0], False)
         h = self._attend(h, x_mask, freqs_cis, transformer_options, eps[4])
-        x = ops.gated_add(x, h, gate_attention, self.weight(1), eps[1], True)
-        h = ops.norm_modulate(x, self.weight(2), scale_mlp, None, eps[2], False)
+        with self.weight(1, x) as weight:
+            x = ops.gated_add(x, h, gate_attention, weight, eps[1], True)
+        with self.weight(2, x) as weight:
+            h = ops.norm_modulate(x, weight, scale_mlp, None, eps[2], False)
         h = self.w2(ops.swiglu(self.w1(h), self.w3(h)))
-        return ops.gated_add(x, h, gate_mlp, self.weight(3), eps[3], True)
+        with self.weight(3, x) as weight:
+            return ops.gated_add(x, h, gate_mlp, weight, eps[3], True)
 
     def _takes(
         self, x: Tensor, freqs_cis: Any, adaln_input: Any, timestep_zero_index: Any, options: Any
@@ -116,8 +120,9 @@ class ZImageBlock(FusedBlock):
         qkv = self.qkv(h)
         q, k, v = qkv.split(self.width, dim=-1)
         q_out, k_out = (torch.empty(shape, dtype=h.dtype, device=h.device) for _ in range(2))
-        weights = self.weight(4), self.weight(5)
-        ops.qk_norm_rope(q, k, None, *weights, freqs_cis, (q_out, k_out, None), 0, eps)
+        out = (q_out, k_out, None)
+        with self.weight(4, h) as q_weight, self.weight(5, h) as k_weight:
+            ops.qk_norm_rope(q, k, None, q_weight, k_weight, freqs_cis, out, 0, eps)
         v = v.unflatten(-1, (self.heads, self.head_dim))
         output = attention_of(self.attention)(
             q_out.movedim(1, 2),

@@ -15,11 +15,12 @@ version number.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -214,6 +215,7 @@ def _host_facts(
         check_interrupt=comfy.model_management.throw_exception_if_processing_interrupted,
         spare_bytes=lambda: _spare_bytes(model, x),
         hold_interrupts=_hold_interrupts,
+        norm_weight=_norm_weight,
         state_folder=_state_folder(),
     )
 
@@ -223,6 +225,18 @@ def _state_folder() -> Path:
 
     # Marked as the system's, so that the host serves it to nobody.
     return Path(folder_paths.get_user_directory()) / "__speed_tier"
+
+
+@contextlib.contextmanager
+def _norm_weight(norm: Any, like: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A norm's weight as the host's own forward would read it: cast, patched, loaded for now."""
+    import comfy.ops
+
+    weight, bias, stream = comfy.ops.cast_bias_weight(norm, like, offloadable=True)
+    try:
+        yield weight
+    finally:
+        comfy.ops.uncast_bias_weight(norm, weight, bias, stream)
 
 
 def _hold_interrupts() -> PatchSet:

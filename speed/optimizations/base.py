@@ -38,6 +38,7 @@ class HostFacts:
         check_interrupt: Raises if the user cancelled; called between blocks.
         spare_bytes: Device memory that neither the weights nor one forward of this size need.
         hold_interrupts: While entered, a cancel waits.
+        norm_weight: (norm, input) to a context in which the norm's weight is where the input is.
         state_folder: Where the pack may keep files between processes, None = nowhere.
     """
 
@@ -48,6 +49,7 @@ class HostFacts:
     check_interrupt: Callable[[], None] | None = None
     spare_bytes: Callable[[], int] | None = None
     hold_interrupts: Callable[[], contextlib.AbstractContextManager[object]] | None = None
+    norm_weight: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None
     state_folder: Path | None = None
 
 

@@ -6,7 +6,7 @@ Faster because: at 1024 px a block of Z-Image moves 2.5 GB through memory for th
 Fidelity: rounding (fp32 inside a kernel, rounded once, where the host rounds between operations).
 Process-wide: nothing; the host's blocks are stood in for during a call.
 Declines: without CUDA and Triton, other than bf16, where the host's blocks are other code than
-known or give another result, with dynamic VRAM; per call, on patches, hooks and foreign parts.
+known or give another result; per call, on patches, hooks and foreign parts.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class EagerPatches:
             return problem
         if context.dtype is not torch.bfloat16:
             return f"the fused kernels are used in bfloat16; found {context.dtype}"
-        if context.host.dynamic_vram:
-            return "dynamic VRAM loads weights inside the host's own layers"
         if context.host.compiled_by:
             return f"{context.host.compiled_by} compiles this model; its blocks stay"
         blocks, problems = self._blocks(context)
@@ -67,7 +65,7 @@ class EagerPatches:
             if drift := kind.drift(repeated.module):
                 problems[drift] += 1
                 continue
-            block = kind(repeated.module)  # type: ignore[call-arg]
+            block = kind(repeated.module, context.host.norm_weight)  # type: ignore[call-arg, arg-type]
             problem = block.problem(context.device) or self._compare(context, block)
             if problem:
                 problems[problem] += 1

@@ -16,8 +16,8 @@ class FusedToy(FusedBlock):
     wrong_by: ClassVar[float] = 0.0
     calls: ClassVar[int] = 0
 
-    def __init__(self, block: Any) -> None:
-        super().__init__(block, [block.norm], [block.attention])
+    def __init__(self, block: Any, read: Any = None) -> None:
+        super().__init__(block, [block.norm], [block.attention], read)
 
     def __call__(self, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         if options.get("patches") or not self.undisturbed():
@@ -25,7 +25,8 @@ class FusedToy(FusedBlock):
         type(self).calls += 1
         block = self.block
         attention = block.attention
-        h = nn.functional.layer_norm(x, x.shape[-1:], self.weight(0), block.norm.bias)
+        with self.weight(0, x) as weight:
+            h = nn.functional.layer_norm(x, x.shape[-1:], weight, block.norm.bias)
         q, k, v = attention.to_q(h), attention.to_k(h), attention.to_v(h)
         heads = [part.unflatten(-1, (2, -1)).transpose(1, 2) for part in (q, k, v)]
         attend = nn.functional.scaled_dot_product_attention

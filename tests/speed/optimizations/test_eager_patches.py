@@ -1,5 +1,7 @@
 """When fused blocks stand in for a model's own. The blocks themselves are in tests/host."""
 
+import contextlib
+
 import pytest
 import torch
 from speed_tier.speed.optimizations import call_mode, eager_patches
@@ -135,6 +137,30 @@ def test_parts_that_somebody_replaced_before_the_run():
     assert "1 as they are: another pack has replaced a part's forward" in run.handles[0].note
 
 
+def test_a_norm_that_the_host_brings_when_asked():
+    toy = model()
+    expected = tiny.plain(toy, x())
+    weights = {}
+    for block in toy.blocks:
+        weights[block.norm] = block.norm.weight
+        block.norm.weight = torch.nn.Parameter(block.norm.weight.to("meta"), requires_grad=False)
+    entered = []
+
+    @contextlib.contextmanager
+    def norm_weight(norm, like):
+        entered.append(norm)
+        yield weights[norm]
+        entered.remove(norm)
+
+    fused = FusedToy(toy.blocks[0], norm_weight)
+    assert fused.problem(torch.device("cpu")) == ""
+    got = x()
+    for block in toy.blocks:
+        got = FusedToy(block, norm_weight)(got, {})
+    assert tiny.relative_error(got, expected) < 0.02
+    assert entered == []
+
+
 def test_a_norm_that_is_not_there():
     toy = model()
     for block in toy.blocks:
@@ -149,7 +175,6 @@ def test_a_norm_that_is_not_there():
         ({"stack": "diffusers"}, "written for the host's own blocks; found diffusers's"),
         ({"dtype": torch.float16}, "used in bfloat16; found torch.float16"),
         ({"dtype": torch.float32}, "used in bfloat16; found torch.float32"),
-        ({"host": HostFacts(dynamic_vram=True)}, "dynamic VRAM loads weights"),
         ({"host": HostFacts(compiled_by="a torch.compile node")}, "a torch.compile node compiles"),
     ],
 )
