@@ -269,6 +269,7 @@ def measure(
         row["engaged"] = newest.engaged()
         row["compile_s"] = first.compile.seconds
         row["graphs"] = vars(newest.graphs)
+        row["peak_bytes"] = newest.peak_bytes or row["peak_bytes"]  # with the graphs' own memory
         if (graph := newest.feature("graph_capture")) is not None:
             row["graph_capture"] = graph.reason or graph.note
     return row

@@ -395,15 +395,15 @@ class Run:
         report.compile = self._compiled()
         report.flags["after"] = describe(snapshot())
         if clock.device.type == "cuda" and torch.cuda.is_available():
-            report.peak_bytes = max(torch.cuda.max_memory_allocated(clock.device), *self._peaks())
+            report.peak_bytes = self._peak_bytes(clock.device)
         report.speedup_against_off = REPORTS.speedup_against_off(report)
+        report.payback_images = REPORTS.payback_images(report)
         report.notices = report.find_notices()
 
-    def _peaks(self) -> Iterator[int]:
-        yield 0
-        for engagement in self._engagements.values():
-            for handle in engagement.handles.values():
-                yield handle.peak_bytes
+    def _peak_bytes(self, device: torch.device) -> int:
+        handles = [h for e in self._engagements.values() for h in e.handles.values()]
+        counted = max([torch.cuda.max_memory_allocated(device), *(h.peak_bytes for h in handles)])
+        return counted + sum(handle.uncounted_bytes for handle in handles)
 
 
 _numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -13,6 +14,7 @@ from typing import Any, Final
 SCHEMA: Final = 1
 _KEPT_RUNS: Final = 64
 _MIN_STEPS: Final = 3  # a median of fewer is one number
+_WORTH_A_WORD_S: Final = 0.5  # of first-step tax
 _PIXELS_PER_LATENT: Final = 8  # of both families' VAE
 # How the sentences begin that become notices.
 _NO_COMPILER: Final = (
@@ -186,6 +188,7 @@ class Report:
     evaluations: int = 0
     peak_bytes: int | None = None
     speedup_against_off: float | None = None
+    payback_images: int | None = None
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -342,9 +345,15 @@ def _timing_lines(report: Report) -> list[str]:
             f"CUDA graphs: {graphs.captured} captured in this run, {graphs.kept} kept "
             f"({graphs.pool_bytes / 2**30:.2f} GiB), {graphs.replayed} calls replayed"
         )
+    lines += [f"graph break x{n}: {reason}" for reason, n in compiled.graph_breaks.items()]
     if report.speedup_against_off is not None:
         lines.append(
             f"{report.speedup_against_off:.2f}x the speed of the last off run of the same work"
+        )
+    if report.payback_images is not None:
+        count = report.payback_images
+        lines.append(
+            f"the first-step tax is paid back by {count} image{'s' * (count != 1)} like this"
         )
     return lines
 
@@ -383,6 +392,21 @@ class ReportBook:
             return None
         off_s = self.last_off_step_s(run)
         return off_s / steady_s if off_s else None
+
+    def payback_images(self, run: Report) -> int | None:
+        """How many runs like `run` save what its first step cost more; None where none would."""
+        off_s, timing = self.last_off_step_s(run), run.timing
+        if (
+            not run.engaged()
+            or not off_s
+            or not timing.steady_step_s
+            or not timing.first_step_tax_s
+        ):
+            return None
+        saved_s = (off_s - timing.steady_step_s) * run.steps
+        if timing.first_step_tax_s < _WORTH_A_WORD_S or saved_s <= 0:
+            return None
+        return math.ceil(timing.first_step_tax_s / saved_s)
 
     def last_off_step_s(self, like: Report) -> float | None:
         """Steady step of the newest finished off run of the same work.

@@ -99,6 +99,7 @@ class Handle:
         fell_back: Set when the optimization gave up in mid-run: the reason.
         not_used: Set when it turned out that there was nothing to gain: the reason.
         peak_bytes: Highest device memory before the optimization reset torch's own mark.
+        uncounted_bytes: Device memory that it holds and torch does not count.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -108,6 +109,7 @@ class Handle:
     fell_back: str = ""
     not_used: str = ""
     peak_bytes: int = 0
+    uncounted_bytes: int = 0
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Context around every denoiser call."""

@@ -432,6 +432,9 @@ class _GraphHandle(Handle):
             return
         self._explain(self.forward)
         self.peak_bytes = self.forward.peak_bytes
+        # Under cudaMallocAsync a graph's memory is the driver's, and its own.
+        if self.store.graphs() and self.store.config.recorder.is_strict():
+            self.uncounted_bytes = self.store.pool_bytes()
         self.forward.finish()
 
     def _explain(self, forward: GraphedForward) -> None:

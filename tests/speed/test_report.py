@@ -23,8 +23,8 @@ from speed_tier.speed.report import (
 # The page, the node and the benchmark read these; a change is a new schema number.
 KEYS = {
     "compile", "error", "features", "flags", "from_cache", "graph_signature", "graphs",
-    "measured_at", "memory", "model", "node_id", "notes", "notices", "outcome", "prompt_id",
-    "run_id", "sampler_node_id", "schema", "shape", "speedup_against_off", "started_unix_s", "tier",
+    "measured_at", "memory", "model", "node_id", "notes", "notices", "outcome", "payback_images",
+    "prompt_id", "run_id", "sampler_node_id", "schema", "shape", "speedup_against_off", "started_unix_s", "tier",
     "timing", "versions", "workflow_id",
 }  # fmt: skip
 INNER_KEYS = {
@@ -59,6 +59,7 @@ def full_report(**changes):
     report.steps = 3
     report.peak_bytes = 3 * 2**30
     report.speedup_against_off = 1.5
+    report.payback_images = 3
     for name, value in changes.items():
         setattr(report, name, value)
     return report
@@ -102,6 +103,8 @@ def test_the_text_names_every_feature_with_its_reason():
         "VAE decode not measured: the decode did not go through a Speed Tier node",
         "peak memory 3.00 GiB",
         "compiled in this run: layers x30: 1; 0 of them recompiles, 2 graph breaks, 6.5 s",
+        "graph break x2: why",
+        "the first-step tax is paid back by 3 images like this",
         "CUDA graphs: 1 captured in this run, 2 kept (0.50 GiB), 5 calls replayed",
         "1.50x the speed of the last off run of the same work",
         "note: a note",
@@ -118,6 +121,7 @@ def test_what_was_not_measured_says_so():
     assert "compiled in this run" not in text
     assert "CUDA graphs" not in text
     assert "the speed of" not in text
+    assert "paid back" not in text
 
 
 def test_a_run_served_from_the_cache_says_when_it_was_measured():
@@ -186,6 +190,23 @@ def test_the_last_off_run_of_the_same_model_and_shape():
     off(None)
     book.add(full_report())
     assert book.last_off_step_s(like) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("off_s", "steady_s", "tax_s", "images"),
+    [(3.0, 2.0, 7.0, 3), (3.0, 2.0, 0.6, 1), (3.0, 2.0, 0.4, None), (2.0, 2.0, 7.0, None)],
+)
+def test_when_the_first_step_is_paid_back(off_s, steady_s, tax_s, images):
+    book = ReportBook()
+    run = full_report()
+    run.timing = Timing(steady_step_s=steady_s, first_step_tax_s=tax_s)
+    assert book.payback_images(run) is None
+    off = full_report(tier="off", features=[])
+    off.timing = Timing(steady_step_s=off_s)
+    book.add(off)
+    assert book.payback_images(run) == images
+    run.features = []
+    assert book.payback_images(run) is None
 
 
 def test_run_ids_differ():

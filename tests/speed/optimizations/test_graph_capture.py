@@ -414,6 +414,13 @@ def test_compiled_blocks_under_torchs_allocator_are_captured_themselves(recorder
     assert recorder.modes == [(True, False)]
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_memory_that_only_the_driver_counts(recorder, strict):
+    recorder.strict = strict
+    _, handle = run(GraphCapture(GraphConfig(recorder=recorder)), tiny.toy(), inputs(4))
+    assert handle.uncounted_bytes == (1 << 20 if strict else 0)
+
+
 def test_a_signature_that_ended_a_process_is_left_alone(tmp_path, recorder):
     recorder.strict = True
     graphs = GraphCapture(GraphConfig(recorder=recorder))
