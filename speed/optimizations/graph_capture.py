@@ -43,10 +43,12 @@ from ..cuda_graph import (
 from ..env import capabilities
 from ..flags import describe, snapshot
 from ..patching import Patch
+from ..probe import Measurements
 from ..report import GraphFacts
 from . import call_mode, dynamo
 from .base import Context, Fidelity, Handle
 from .graph_rules import Weights, options_signature
+from .regional_compile import comparison_key
 
 log = logging.getLogger("speed_tier.graph_capture")
 
@@ -210,6 +212,10 @@ class GraphedForward:
         self._state = (context.engaged, repr(describe(snapshot())), context.dtype)
         self._is_cancelled = context.host.check_interrupt or (lambda: None)
         self._canary = CrashCanary(context.host.state_folder)
+        self._measurements = Measurements(context.host.state_folder)
+        # Compiled blocks and fused ones are compared by the way; the figures outlive the process.
+        both = self._without_compiler() and "eager_patches" in context.engaged
+        self._comparison = comparison_key(context) if both else ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._store.lock.acquire(blocking=False):
@@ -283,6 +289,8 @@ class GraphedForward:
             return captured.replay(tensors)
         timed = self._timed(lambda: captured.replay(tensors))
         entry.graph_ms = timed.ms
+        if self._comparison:
+            self._measurements.put(self._comparison, entry.before_ms, timed.ms)
         if entry.before_ms < self._config.min_gain * timed.ms:
             entry.captured = None
             entry.reason = f"does not pay: {timed.ms:.1f} ms with, {entry.before_ms:.1f} without"

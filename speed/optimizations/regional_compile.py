@@ -15,6 +15,7 @@ through their instance's `forward`, so names, parameters and the block's own hoo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import re
 import time
@@ -28,6 +29,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
+from .. import probe
 from ..env import inductor_problem
 from ..families.base import RepeatedBlock
 from ..flags import safe_inductor_cache
@@ -41,6 +43,9 @@ from .call_mode import MODE
 log = logging.getLogger("speed_tier.regional_compile")
 
 
+# Compiled blocks have to be this much faster than fused ones to be worth their compile.
+_MIN_GAIN: Final = 1.03
+_TOKENS_APART: Final = 256  # sizes nearer than that are one size to a measurement
 _MODES: Final = (None, "default", "max-autotune-no-cudagraphs")
 
 
@@ -395,6 +400,8 @@ class RegionalCompile:
             return "another pack has replaced the forward of every block"
         if self.config.backend == "inductor" and (problem := inductor_problem(context.device)):
             return problem
+        if not context.forced and (slower := _measured_slower(context)):
+            return slower
         kept = _kept.get(context.denoiser, {}).get(self.config)
         if kept and kept.kinds and all(kind.broken for kind in kept.kinds):
             return f"did not compile earlier in this process: {kept.kinds[0].broken}"
@@ -438,6 +445,30 @@ class RegionalCompile:
         if blocks is None or not _still_fits(blocks, found):
             blocks = kept[self.config] = build_blocks(found, self.config)
         return blocks
+
+
+def comparison_key(context: Context) -> str:
+    """Names what "compiled blocks beside fused ones under a CUDA graph" was measured for."""
+    blocks = context.family.repeated_blocks(context.denoiser)
+    kinds = repr(sorted({repr(kind_signature(block.module)) for block in blocks}))
+    digest = hashlib.sha256(kinds.encode()).hexdigest()[:16]
+    tokens = context.image_tokens + context.text_tokens
+    size = (context.batch, round(tokens / _TOKENS_APART) * _TOKENS_APART)
+    return probe.key(context.device, "compiled, fused", digest, context.dtype, *size)
+
+
+def _measured_slower(context: Context) -> str:
+    """Why compiling would not pay here, from an earlier run's or process's figures; or ""."""
+    if "eager_patches" not in context.engaged:
+        return ""
+    found = probe.Measurements(context.host.state_folder).get(comparison_key(context))
+    if found is None or found[0] * _MIN_GAIN < found[1]:
+        return ""
+    compiled_ms, fused_ms = found
+    return (
+        f"does not pay: measured on this card {compiled_ms:.1f} ms a call with compiled blocks, "
+        f"{fused_ms:.1f} with fused ones in a CUDA graph"
+    )
 
 
 def _still_fits(blocks: CompiledBlocks, found: list[RepeatedBlock]) -> bool:

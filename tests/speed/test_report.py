@@ -24,8 +24,8 @@ from speed_tier.speed.report import (
 KEYS = {
     "compile", "error", "features", "flags", "from_cache", "graph_signature", "graphs",
     "measured_at", "memory", "model", "node_id", "notes", "notices", "outcome", "payback_images",
-    "prompt_id", "run_id", "sampler_node_id", "schema", "shape", "speedup_against_off", "started_unix_s", "tier",
-    "timing", "versions", "workflow_id",
+    "prompt_id", "run_id", "sampler_node_id", "schema", "shape", "speedup_against_off",
+    "started_unix_s", "tier", "timing", "versions", "workflow_id",
 }  # fmt: skip
 INNER_KEYS = {
     "tier": {"asked", "resolved", "reason"},
