@@ -14,12 +14,13 @@ PYTEST = $(PY) -P -m pytest
 # Pinned for tests; the pack itself takes torch 2.7 and newer.
 TORCH = torch==2.14.1 torchvision==0.29.1
 
-.PHONY: help venv chromium lint unit slow host browser test demo bench clean
+.PHONY: help venv chromium lint unit slow host browser gpu test demo bench clean
 
 help:
 	@echo "make demo    run Z-Image and Qwen-Image off, default and max in a real ComfyUI, on CPU"
 	@echo "make test    lint, types, unit tests, tests in a real ComfyUI, browser tests"
 	@echo "make lint    ruff and mypy"
+	@echo "make gpu     tests on a CUDA device"
 	@echo "make bench   benchmarks (needs a CUDA device)"
 	@echo "make clean   remove the virtual environment, the cache and all output"
 	@echo "COMFYUI_PATH=/path/to/ComfyUI makes demo and test use that host."
@@ -79,6 +80,11 @@ host: venv
 browser: venv chromium
 	@if [ -d tests/browser ]; then set -x; $(PYTEST) -q --timeout 600 -m browser tests/browser; \
 	else echo "no browser tests in this checkout"; fi
+
+# On a machine with a CUDA device; without one every test here says so.
+gpu: venv
+	$(PY) -P tests/host/provision.py
+	$(PYTEST) -q --timeout 1800 tests/gpu tests/speed/kernels
 
 test: lint unit slow host browser
 

@@ -15,6 +15,7 @@ SCHEMA: Final = 1
 _KEPT_RUNS: Final = 64
 _MIN_STEPS: Final = 3  # a median of fewer is one number
 _WORTH_A_WORD_S: Final = 0.5  # of first-step tax
+_TIE: Final = 1.02  # two times nearer than that may be the same
 _PIXELS_PER_LATENT: Final = 8  # of both families' VAE
 # How the sentences begin that become notices.
 _NO_COMPILER: Final = (
@@ -403,9 +404,9 @@ class ReportBook:
             or not timing.first_step_tax_s
         ):
             return None
-        saved_s = (off_s - timing.steady_step_s) * run.steps
-        if timing.first_step_tax_s < _WORTH_A_WORD_S or saved_s <= 0:
+        if timing.first_step_tax_s < _WORTH_A_WORD_S or off_s < timing.steady_step_s * _TIE:
             return None
+        saved_s = (off_s - timing.steady_step_s) * run.steps
         return math.ceil(timing.first_step_tax_s / saved_s)
 
     def last_off_step_s(self, like: Report) -> float | None:

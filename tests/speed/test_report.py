@@ -194,7 +194,7 @@ def test_the_last_off_run_of_the_same_model_and_shape():
 
 @pytest.mark.parametrize(
     ("off_s", "steady_s", "tax_s", "images"),
-    [(3.0, 2.0, 7.0, 3), (3.0, 2.0, 0.6, 1), (3.0, 2.0, 0.4, None), (2.0, 2.0, 7.0, None)],
+    [(3.0, 2.0, 7.0, 3), (3.0, 2.0, 0.6, 1), (3.0, 2.0, 0.4, None), (2.03, 2.0, 7.0, None)],
 )
 def test_when_the_first_step_is_paid_back(off_s, steady_s, tax_s, images):
     book = ReportBook()
