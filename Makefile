@@ -74,7 +74,7 @@ slow: venv
 
 host: venv
 	$(PY) -P tests/host/provision.py
-	$(PYTEST) -q --timeout 600 -m "host and not browser" tests
+	$(PYTEST) -q -n 2 --dist loadfile --timeout 600 -m "host and not browser" tests
 
 # Named by folder, so that losing the browser tests is an error ("no tests collected").
 browser: venv chromium

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import types
@@ -26,6 +27,10 @@ except ImportError:  # the static contracts need no torch
 else:
     # OpenMP threads cost more than they give on tiny tensors, and one thread repeats bit for bit.
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        # Triton reads it when it is imported and when a kernel is decorated; test modules that
+        # are collected before the kernels' may import Triton.
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def chromium_path() -> str | None:

@@ -167,7 +167,7 @@ class GraphStore:
     def make_room(self) -> None:
         """Keep place for one more graph."""
         graphs = [key for key, entry in self.entries.items() if entry.captured is not None]
-        for key in graphs[: len(graphs) - self.config.max_graphs + 1]:
+        for key in graphs[: max(0, len(graphs) - self.config.max_graphs + 1)]:
             self._forget(key)
 
     def _forget(self, signature: Hashable) -> None:

@@ -31,13 +31,13 @@ def run_scenarios(
     arch: str, parts: Iterable[str], files: dict[str, str] | None = None
 ) -> dict[str, Facts]:
     """Go through lists of scenarios in one fresh process; facts by scenario name."""
-    from .provision import find_host
+    from .provision import clean_environment, find_host
 
     command = [sys.executable, __file__, str(find_host()), arch, ",".join(parts)]
     command.append(json.dumps(files or {}))
     done = subprocess.run(
         command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=clean_environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -43,6 +43,7 @@ class Step:
         rounded: Weights are rounded to bf16 before they are used in `dtype`.
         switches: Per-feature auto, on or off, as in the Advanced node.
         compile: Fields of CompileConfig.
+        graphs: A stand-in for a device that captures CUDA graphs (recording.py).
     """
 
     name: str
@@ -61,6 +62,7 @@ class Step:
     rounded: bool = False
     switches: dict[str, str] = field(default_factory=dict)
     compile: dict[str, Any] = field(default_factory=lambda: {"backend": "eager"})
+    graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,14 @@ def run_steps(
     """Go through `steps` in one fresh process; latents are left in `folder`."""
     import torch
 
-    from .provision import find_host
+    from .provision import clean_environment, find_host
 
     assert len({step.name for step in steps}) == len(steps), "two steps share a name"
     command = [sys.executable, __file__, str(find_host()), str(folder)]
     done = subprocess.run(
         command,
         input=json.dumps([asdict(step) for step in steps]),
-        env={**os.environ, **(environment or {})},
+        env=clean_environment(**(environment or {})),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -133,6 +135,10 @@ class _Session:
         from speed_tier.tests.host.test_nodes import models
 
         self.factory = models
+        from speed_tier.speed.optimizations.graph_capture import GraphCapture, GraphConfig
+        from speed_tier.tests.speed.optimizations.recording import Recorder
+
+        self.graphs: Any = GraphCapture(GraphConfig(recorder=Recorder()))
         self.models: dict[tuple[Any, ...], Any] = {}
 
     def model(self, step: Step) -> Any:
@@ -176,7 +182,10 @@ class _Session:
         from speed_tier.speed.optimizations.regional_compile import CompileConfig, RegionalCompile
 
         compiled = RegionalCompile(CompileConfig(**step.compile))
-        rows = tuple(compiled if row.name == compiled.name else row for row in OPTIMIZATIONS)
+        own = {compiled.name: compiled}
+        if step.graphs:
+            own[self.graphs.name] = self.graphs
+        rows = tuple(own.get(row.name, row) for row in OPTIMIZATIONS)
         switches = {name: Switch(value) for name, value in step.switches.items()}
         request = TierRequest(resolve_tier(step.tier, is_gguf=False), switches, rows)
         return tier_clone(model, request, lambda report: lambda kind, data: None)

@@ -20,6 +20,16 @@ LEFT_OUT = {"extra_model_paths.yaml"}
 REPO = Path(__file__).resolve().parents[2]
 
 
+# Fatal or misleading for the host's own imports; and what the kernel tests set for themselves.
+SCRUBBED = ("PYTHONSAFEPATH", "PYTHONPATH", "PYTHONHOME", "TRITON_INTERPRET")
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """The environment for a process with a host in it."""
+    kept = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
+    return {**kept, **more}
+
+
 class ProvisionError(RuntimeError):
     """No host could be found or fetched."""
 

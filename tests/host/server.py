@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .events import EventLog
-from .provision import REPO, cache_dir, find_host
+from .provision import REPO, cache_dir, clean_environment, find_host
 
 PACK_NAME = "ComfyUI-SpeedTier"
 TEST_PACK = Path(__file__).resolve().parent / "test_nodes"
@@ -35,8 +34,6 @@ INSTANCE_FOLDERS = (
     "models/vae",
     "models/loras",
 )
-# Ours when pytest runs with them, but fatal or misleading for the host's own imports.
-SCRUBBED = ("PYTHONSAFEPATH", "PYTHONPATH", "PYTHONHOME")
 
 
 class HostCrashedError(RuntimeError):
@@ -198,7 +195,7 @@ class HostServer:
         return command + list(self.extra_args)
 
     def _environment(self) -> dict[str, str]:
-        env = {k: v for k, v in os.environ.items() if k not in SCRUBBED}
+        env = clean_environment()
         # Some hosts install packages when they start; a test must not change its own venv.
         env["PIP_NO_INDEX"] = "1"
         env["PYTHONDONTWRITEBYTECODE"] = "1"

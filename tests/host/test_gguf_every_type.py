@@ -1,14 +1,13 @@
 """Every type and every oddity of public GGUF files, through the loader, on a real host."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from speed_tier.speed.kernels import QUANT_TYPES
-from speed_tier.tests.host.provision import find_host
+from speed_tier.tests.host.provision import clean_environment, find_host
 
 SCRIPT = Path(__file__).with_name("gguf_every_type.py")
 
@@ -19,7 +18,7 @@ def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(find_host()), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=clean_environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=500,

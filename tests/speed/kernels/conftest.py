@@ -5,12 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 from speed_tier.tests.triton_interpreter import round_to_nearest
-
-if not torch.cuda.is_available():
-    # Read when a kernel is decorated, so before any kernel module is imported.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from speed_tier.speed.cuda_graph import Rehearsal, Timed
 from speed_tier.speed.optimizations import call_mode
+from speed_tier.tests.speed import tiny
 
 
 class Recording:
@@ -72,3 +74,18 @@ class Recorder:
 
     def trim(self, device):
         self.trims += 1
+
+
+def run(graphs, model, calls, **more):
+    """One run; the outputs are checked against the model without anything on it."""
+    with tiny.engaged(graphs, on=model, **more) as engaged:
+        for x in calls:
+            arguments = x if isinstance(x, dict) else {"x": x}
+            expected = tiny.plain(model, **arguments)
+            assert torch.equal(engaged.call(**arguments), expected)
+    handle = engaged.handles[0]
+    return handle.graph_facts(), handle
+
+
+def inputs(count, **more):
+    return [tiny.toy_input(seed=i, **more) for i in range(count)]

@@ -11,10 +11,9 @@ from speed_tier.speed.optimizations import call_mode, graph_capture
 from speed_tier.speed.optimizations.attention_backend import make_override
 from speed_tier.speed.optimizations.base import HostFacts
 from speed_tier.speed.optimizations.graph_capture import GraphCapture, GraphConfig
-from speed_tier.speed.optimizations.regional_compile import CompileConfig, RegionalCompile
 from speed_tier.speed.patching import active_patches
 from speed_tier.tests.speed import tiny
-from speed_tier.tests.speed.optimizations.recording import Recorder
+from speed_tier.tests.speed.optimizations.recording import Recorder, inputs, run
 from speed_tier.tests.speed.process import full_state
 
 
@@ -35,21 +34,6 @@ def recorder():
 @pytest.fixture
 def graphs(recorder):
     return GraphCapture(GraphConfig(recorder=recorder, max_graphs=2))
-
-
-def run(graphs, model, calls, **more):
-    """One run; the outputs are checked against the model without anything on it."""
-    with tiny.engaged(graphs, on=model, **more) as engaged:
-        for x in calls:
-            arguments = x if isinstance(x, dict) else {"x": x}
-            expected = tiny.plain(model, **arguments)
-            assert torch.equal(engaged.call(**arguments), expected)
-    handle = engaged.handles[0]
-    return handle.graph_facts(), handle
-
-
-def inputs(count, **more):
-    return [tiny.toy_input(seed=i, **more) for i in range(count)]
 
 
 def test_the_third_call_of_a_size_is_a_replay(graphs, recorder):
@@ -87,6 +71,12 @@ def test_every_size_has_a_graph_and_the_one_unused_for_longest_goes(graphs, reco
     assert recorder.captures == 3
     run(graphs, model, sizes[0])
     assert recorder.captures == 4
+
+
+def test_graphs_stay_as_long_as_there_is_room(recorder):
+    graphs = GraphCapture(GraphConfig(recorder=recorder, max_graphs=6))
+    facts, _ = run(graphs, tiny.toy(), [x for n in range(1, 7) for x in inputs(3, tokens=n)])
+    assert facts.kept == 6 and recorder.released == 0
 
 
 def test_one_rehearsal_serves_every_size_of_the_same_call(graphs, recorder):
@@ -388,60 +378,6 @@ def test_a_dropped_model_takes_its_graphs_along(graphs):
     del model
     gc.collect()
     assert alive() is None
-
-
-def test_compiled_blocks_under_the_hosts_allocator(recorder):
-    """They cannot be captured there: their eager code is, and the faster of the two is used."""
-    recorder.strict = True
-    graphs = GraphCapture(GraphConfig(recorder=recorder))
-    facts, _ = run(graphs, tiny.toy(), inputs(9), engaged=("regional_compile",))
-    assert recorder.modes == [(False, True)]
-    assert (facts.captured, facts.replayed) == (1, 4)
-    recorder.graph_ms = 10.0
-    facts, _ = run(graphs, tiny.toy(), inputs(9), engaged=("regional_compile",))
-    assert facts.kept == 0 and facts.replayed == 1, "the compiled blocks are as fast"
-
-
-def test_what_is_still_being_compiled_is_not_captured(recorder, graphs, monkeypatch):
-    counts = iter(range(99))
-    monkeypatch.setattr(graph_capture.dynamo, "graph_count", lambda: next(counts))
-    _, handle = run(graphs, tiny.toy(), inputs(4), engaged=("regional_compile",))
-    assert handle.not_used.endswith("the compiler is not done with this size")
-    assert recorder.captures == 0
-
-
-def test_compiled_and_fused_blocks_are_compared_once_and_for_the_next_process(tmp_path, recorder):
-    """The one that loses is not compiled again; a model or size that was not measured is."""
-    recorder.strict = True
-    host = HostFacts(state_folder=tmp_path)
-    graphs = GraphCapture(GraphConfig(recorder=recorder))
-    compile_ = RegionalCompile(CompileConfig(backend="eager"))
-    both = {"host": host, "engaged": ("eager_patches",)}
-    assert compile_.check(tiny.context(tiny.toy(), **both)) is None
-    run(graphs, tiny.toy(), inputs(9), host=host, engaged=("eager_patches", "regional_compile"))
-    reason = compile_.check(tiny.context(tiny.toy(), **both))
-    assert reason == (
-        "does not pay: measured on this card 10.0 ms a call with compiled blocks, "
-        "5.0 with fused ones in a CUDA graph"
-    )
-    for other in (
-        {"host": host, "engaged": ()},
-        {**both, "forced": True},
-        {**both, "batch": 2},
-        {**both, "image_tokens": 4096},
-        {**both, "dtype": torch.bfloat16},
-    ):
-        assert compile_.check(tiny.context(tiny.toy(), **other)) is None
-    assert compile_.check(tiny.context(tiny.toy(bias=False), **both)) is None
-
-    recorder.graph_ms = 10.4  # compiled blocks are faster now, by 4 %
-    run(graphs, tiny.toy(), inputs(9), host=host, engaged=("eager_patches", "regional_compile"))
-    assert compile_.check(tiny.context(tiny.toy(), **both)) is None
-
-
-def test_compiled_blocks_under_torchs_allocator_are_captured_themselves(recorder, graphs):
-    run(graphs, tiny.toy(), inputs(4), engaged=("regional_compile",))
-    assert recorder.modes == [(True, False)]
 
 
 @pytest.mark.parametrize("strict", [True, False])

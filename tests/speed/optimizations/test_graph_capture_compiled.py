@@ -1,0 +1,74 @@
+"""Graphs of models whose blocks are compiled, and the choice between compiled and fused blocks."""
+
+import pytest
+import torch
+from speed_tier.speed.optimizations import graph_capture
+from speed_tier.speed.optimizations.base import HostFacts
+from speed_tier.speed.optimizations.graph_capture import GraphCapture, GraphConfig
+from speed_tier.speed.optimizations.regional_compile import CompileConfig, RegionalCompile
+from speed_tier.tests.speed import tiny
+from speed_tier.tests.speed.optimizations.recording import Recorder, inputs, run
+
+
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+@pytest.fixture
+def graphs(recorder):
+    return GraphCapture(GraphConfig(recorder=recorder))
+
+
+def test_compiled_blocks_under_the_hosts_allocator(recorder):
+    """They cannot be captured there: their eager code is, and the faster of the two is used."""
+    recorder.strict = True
+    graphs = GraphCapture(GraphConfig(recorder=recorder))
+    facts, _ = run(graphs, tiny.toy(), inputs(9), engaged=("regional_compile",))
+    assert recorder.modes == [(False, True)]
+    assert (facts.captured, facts.replayed) == (1, 4)
+    recorder.graph_ms = 10.0
+    facts, _ = run(graphs, tiny.toy(), inputs(9), engaged=("regional_compile",))
+    assert facts.kept == 0 and facts.replayed == 1, "the compiled blocks are as fast"
+
+
+def test_what_is_still_being_compiled_is_not_captured(recorder, graphs, monkeypatch):
+    counts = iter(range(99))
+    monkeypatch.setattr(graph_capture.dynamo, "graph_count", lambda: next(counts))
+    _, handle = run(graphs, tiny.toy(), inputs(4), engaged=("regional_compile",))
+    assert handle.not_used.endswith("the compiler is not done with this size")
+    assert recorder.captures == 0
+
+
+def test_compiled_and_fused_blocks_are_compared_once_and_for_the_next_process(tmp_path, recorder):
+    """The one that loses is not compiled again; a model or size that was not measured is."""
+    recorder.strict = True
+    host = HostFacts(state_folder=tmp_path)
+    graphs = GraphCapture(GraphConfig(recorder=recorder))
+    compile_ = RegionalCompile(CompileConfig(backend="eager"))
+    both = {"host": host, "engaged": ("eager_patches",)}
+    assert compile_.check(tiny.context(tiny.toy(), **both)) is None
+    run(graphs, tiny.toy(), inputs(9), host=host, engaged=("eager_patches", "regional_compile"))
+    reason = compile_.check(tiny.context(tiny.toy(), **both))
+    assert reason == (
+        "does not pay: measured on this card 10.0 ms a call with compiled blocks, "
+        "5.0 with fused ones in a CUDA graph"
+    )
+    for other in (
+        {"host": host, "engaged": ()},
+        {**both, "forced": True},
+        {**both, "batch": 2},
+        {**both, "image_tokens": 4096},
+        {**both, "dtype": torch.bfloat16},
+    ):
+        assert compile_.check(tiny.context(tiny.toy(), **other)) is None
+    assert compile_.check(tiny.context(tiny.toy(bias=False), **both)) is None
+
+    recorder.graph_ms = 10.4  # compiled blocks are faster now, by 4 %
+    run(graphs, tiny.toy(), inputs(9), host=host, engaged=("eager_patches", "regional_compile"))
+    assert compile_.check(tiny.context(tiny.toy(), **both)) is None
+
+
+def test_compiled_blocks_under_torchs_allocator_are_captured_themselves(recorder, graphs):
+    run(graphs, tiny.toy(), inputs(4), engaged=("regional_compile",))
+    assert recorder.modes == [(True, False)]
