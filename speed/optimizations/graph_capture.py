@@ -42,11 +42,11 @@ from ..cuda_graph import (
 )
 from ..env import capabilities
 from ..flags import describe, snapshot
-from ..patching import Patch
+from ..patching import Patch, foreign
 from ..report import GraphFacts
 from . import call_mode, dynamo
 from .base import Context, Fidelity, Handle
-from .graph_rules import Weights, options_signature
+from .graph_rules import Weights, options_signature, sizeless
 
 log = logging.getLogger("speed_tier.graph_capture")
 
@@ -147,11 +147,13 @@ class GraphStore:
         self.runs = 0
         self.lock = threading.RLock()
 
-    def follow(self, weights: Hashable) -> None:
-        """Forget every graph if the weights are not where they were."""
-        if weights != self.weights:
-            self.drop()
-            self.weights = weights
+    def follow(self, weights: Hashable) -> bool:
+        """Forget every graph if the weights are not where they were; returns whether they were."""
+        if weights == self.weights:
+            return True
+        self.drop()
+        self.weights = weights
+        return False
 
     def entry(self, signature: Hashable) -> _Entry:
         found = self.entries.get(signature)
@@ -206,6 +208,7 @@ class GraphedForward:
         self._run = store.runs
         self._config = store.config
         self._weights: Weights | None = None
+        self._away: str | None = None
         self._compiled = "regional_compile" in context.engaged
         self._state = (context.engaged, repr(describe(snapshot())), context.dtype)
         self._is_cancelled = context.host.check_interrupt or (lambda: None)
@@ -215,7 +218,14 @@ class GraphedForward:
         if not self._store.lock.acquire(blocking=False):
             return self._uncaptured("another thread runs this model", args, kwargs)
         try:
-            return self._call(args, kwargs)
+            try:
+                return self._call(args, kwargs)
+            except torch.OutOfMemoryError:
+                if not self._store.graphs():
+                    raise
+            log.warning("out of memory: the graphs go, the call is repeated")
+            self._store.drop()
+            return self._plain(*args, **kwargs)
         finally:
             self._store.lock.release()
 
@@ -227,7 +237,10 @@ class GraphedForward:
             signature = self._signature(self._weights, args, kwargs, tensors)
         except NotCapturableError as reason:
             return self._uncaptured(str(reason), args, kwargs)
-        self._store.follow(self._weights.addresses())
+        if not self._store.follow(self._weights.addresses()) or self._away is None:
+            self._away = self._weights.away(self._device)
+        if self._away:
+            return self._uncaptured(self._away, args, kwargs)
         entry = self._store.entry(signature)
         if entry.captured is not None:
             return self._replayed(entry, entry.captured, tensors)
@@ -239,20 +252,15 @@ class GraphedForward:
         # Measured once; where the card turned out to be busy, again in a second run.
         if entry.calls == 1 or (entry.busy and entry.runs < 2):
             return self._uncaptured("first calls of a size", args, kwargs)
-        return self._measured(entry, tensors, args, kwargs)
+        return self._measured(signature, entry, tensors, args, kwargs)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        if (theirs := foreign(self._denoiser, "forward")) is not None:  # since the run began
+            return theirs(*args, **kwargs)
         return type(self._denoiser).forward(self._denoiser, *args, **kwargs)
 
     def _uncaptured(self, reason: str, args: Any, kwargs: Any) -> Any:
         self.counts[reason] += 1
-        try:
-            return self._plain(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            if not self._store.graphs():
-                raise
-            log.warning("out of memory: the graphs go, the call is repeated")
-        self._store.drop()
         return self._plain(*args, **kwargs)
 
     def _signature(
@@ -260,6 +268,8 @@ class GraphedForward:
     ) -> Hashable:
         if torch.is_grad_enabled():
             raise NotCapturableError("gradients are on")
+        if torch.is_autocast_enabled(self._device.type):
+            raise NotCapturableError("autocast is on")
         if problem := weights.problem_now():
             raise NotCapturableError(problem)
         parts: list[Hashable] = [self._state, torch.is_inference_mode_enabled()]
@@ -295,7 +305,9 @@ class GraphedForward:
         self.peak_bytes = max(self.peak_bytes, recorder.peak_bytes(self._device))
         return recorder.timed(call, self._device)
 
-    def _measured(self, entry: _Entry, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+    def _measured(
+        self, signature: Hashable, entry: _Entry, tensors: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
         timed = self._timed(lambda: self._plain(*args, **kwargs))
         entry.measured += 1
         entry.before_ms = min(entry.before_ms or timed.ms, timed.ms)
@@ -307,7 +319,7 @@ class GraphedForward:
         if self._without_compiler() and entry.measured < _COMPILED_CALLS:
             self.counts["first calls of a size"] += 1
             return timed.output
-        captured, entry.reason = self._capture(timed, tensors, args, kwargs)
+        captured, entry.reason = self._capture(sizeless(signature), timed, tensors, args, kwargs)
         self.counts[entry.reason or "captured"] += 1
         if captured is not None:
             entry.captured = captured
@@ -319,7 +331,7 @@ class GraphedForward:
         return self._compiled and self._config.recorder.is_strict()
 
     def _capture(
-        self, timed: Timed, tensors: list[Tensor], args: Any, kwargs: Any
+        self, structure: Hashable, timed: Timed, tensors: list[Tensor], args: Any, kwargs: Any
     ) -> tuple[Captured | None, str]:
         """A graph of the call that `timed` measured, or None and why there is none."""
         assert self._weights is not None
@@ -345,7 +357,6 @@ class GraphedForward:
         expected = timed.output
         inputs = recorder.static_copies(tensors)
         with call_mode.eager_blocks(without_compiler):
-            structure = repr((self._state, [(t.dtype, t.ndim) for t in tensors], sorted(kwargs)))
             external = store.rehearsed.get(structure)
             if external is None or self._compiled:
                 rehearsal = self._rehearse(call, inputs, self._compiled and not without_compiler)
@@ -467,7 +478,7 @@ class GraphCapture:
             return "dynamic VRAM moves weights between calls"
         if context.host.compiled_by:
             return f"{context.host.compiled_by} compiles this model"
-        return Weights(context.denoiser).problem_of_run(context.device, context.denoiser) or None
+        return Weights(context.denoiser).problem_of_run(context.device) or None
 
     def install(self, context: Context) -> Handle:
         store = _kept.get(context.denoiser)

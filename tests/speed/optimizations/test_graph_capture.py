@@ -95,6 +95,12 @@ def test_one_rehearsal_serves_every_size_of_the_same_call(graphs, recorder):
     assert recorder.rehearsals == 2
 
 
+def test_another_constant_is_rehearsed(graphs, recorder):
+    """It may run other operations, and one that fails in a capture ends the process."""
+    run(graphs, host_model(), host_calls(guidance="index") + host_calls(guidance="timestep zero"))
+    assert recorder.captures == recorder.rehearsals == 2
+
+
 def test_a_busy_card_waits_for_a_second_run(recorder, graphs):
     recorder.issue = 0.2
     model = tiny.toy()
@@ -315,6 +321,15 @@ def test_out_of_memory_in_a_plain_call_drops_the_graphs_and_repeats_it(graphs, r
         Options.forward = plain
     assert torch.equal(got, tiny.plain(model, **call))
     assert recorder.released == 1
+
+
+def test_out_of_memory_in_a_replay_drops_the_graphs_and_runs_the_call(graphs, recorder):
+    model, failures = tiny.toy(), [torch.OutOfMemoryError("no memory")]
+    run(graphs, model, inputs(4))
+    [entry] = graph_capture._kept[model].entries.values()
+    entry.captured.replay = lambda tensors: (_ for _ in ()).throw(failures.pop())
+    facts, _ = run(graphs, model, inputs(1))
+    assert facts.kept == 0 and recorder.released == 1 and not failures
 
 
 def test_an_exception_of_the_model_is_the_models(graphs):
