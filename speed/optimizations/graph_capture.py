@@ -56,6 +56,7 @@ _OPTIONS: Final = "transformer_options"
 _COMPILED_CALLS: Final = 4
 # Free memory that has to be left beside the graphs.
 _RESERVE_BYTES: Final = 1 << 30
+_NO_ROOM: Final = "not enough free memory for a graph"  # asked again in every run
 
 
 class Recorder(Protocol):
@@ -116,7 +117,7 @@ class _Entry:
         calls: how often it was called without a graph.
         runs: runs that called it.
         last_run: the newest of them, by number.
-        reason: why it has no graph, for good.
+        reason: why it has no graph.
         captured: its graph.
         before_ms, graph_ms: a call without and with it.
         measured: calls that before_ms is the shortest of.
@@ -210,7 +211,8 @@ class GraphedForward:
         self._weights: Weights | None = None
         self._away: str | None = None
         self._compiled = "regional_compile" in context.engaged
-        self._state = (context.engaged, repr(describe(snapshot())), context.dtype)
+        attention = context.host.attention_in_use
+        self._state = (context.engaged, repr(describe(snapshot())), context.dtype, attention)
         self._is_cancelled = context.host.check_interrupt or (lambda: None)
         self._canary = CrashCanary(context.host.state_folder)
 
@@ -244,6 +246,8 @@ class GraphedForward:
         entry = self._store.entry(signature)
         if entry.captured is not None:
             return self._replayed(entry, entry.captured, tensors)
+        if entry.reason == _NO_ROOM and entry.last_run != self._run:
+            entry.reason = ""
         if entry.reason:
             return self._uncaptured(entry.reason, args, kwargs)
         if entry.last_run != self._run:
@@ -342,7 +346,7 @@ class GraphedForward:
             return None, "an earlier process ended while it captured this"
         spare = self._host.spare_bytes() if self._host.spare_bytes is not None else None
         if spare is not None and spare < timed.peak_bytes + _RESERVE_BYTES:
-            return None, "not enough free memory for a graph"
+            return None, _NO_ROOM
         without_compiler = self._without_compiler()
 
         def call(static: Sequence[Tensor]) -> Any:

@@ -279,6 +279,8 @@ def test_features_of_the_run_are_part_of_the_signature(graphs):
     run(graphs, model, inputs(4))
     facts, _ = run(graphs, model, inputs(4), engaged=("tf32",))
     assert facts.captured == 1
+    facts, _ = run(graphs, model, inputs(4), host=HostFacts(attention_in_use="the host's other"))
+    assert facts.captured == 1
     allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not allowed
     try:
@@ -292,9 +294,11 @@ def test_little_memory(graphs, recorder):
     model = tiny.toy()
     _, handle = run(graphs, model, inputs(4), host=HostFacts(spare_bytes=lambda: 1 << 30))
     assert handle.not_used.endswith("not enough free memory for a graph")
+    facts, _ = run(graphs, model, inputs(4), host=HostFacts(spare_bytes=lambda: 1 << 40))
+    assert facts.captured == 1, "asked again in the next run"
     other = tiny.toy()
     run(graphs, other, inputs(4), host=HostFacts(spare_bytes=lambda: 1 << 40))
-    assert recorder.captures == 1
+    assert recorder.captures == 2
     facts, _ = run(graphs, other, inputs(1), host=HostFacts(spare_bytes=lambda: 1 << 20))
     assert facts.replayed == 1 and facts.kept == 0, "given back when the run ends"
 
