@@ -35,6 +35,7 @@ class FusedBlock:
     """
 
     needles: ClassVar[dict[str, tuple[str, ...]]]
+    head_dim = 0
 
     def __init__(
         self,
@@ -69,6 +70,8 @@ class FusedBlock:
 
     def problem(self, device: torch.device) -> str:
         """Why this block runs as it is in this run, or ""."""
+        if self.head_dim & (self.head_dim - 1):
+            return f"the kernels need heads as wide as a power of two; found {self.head_dim}"
         for part in (self.block, *self.norms, *self.bypassed):
             if is_replaced(part, "forward"):
                 return "another pack has replaced a part's forward"

@@ -24,6 +24,16 @@ class NewerAttention(Attention):
         return x + epsilon
 
 
+def block_with(attention):
+    block = nn.Module()
+    block.attention, block.feed_forward, block.modulation = attention, nn.Module(), False
+    for name in ("w1", "w2", "w3"):
+        setattr(block.feed_forward, name, nn.Identity())
+    for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"):
+        setattr(block, name, nn.RMSNorm(8))
+    return ZImageBlock(block)
+
+
 @pytest.mark.parametrize(
     ("kind", "eps", "expected"),
     [
@@ -34,10 +44,13 @@ class NewerAttention(Attention):
     ],
 )
 def test_the_epsilon_of_q_and_k(kind, eps, expected):
-    block = nn.Module()
-    block.attention, block.feed_forward, block.modulation = kind(eps), nn.Module(), False
-    for name in ("w1", "w2", "w3"):
-        setattr(block.feed_forward, name, nn.Identity())
-    for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"):
-        setattr(block, name, nn.RMSNorm(8))
-    assert ZImageBlock(block).qk_eps == expected
+    assert block_with(kind(eps)).qk_eps == expected
+
+
+def test_heads_that_the_kernels_cannot_take():
+    """Lumina's are 96 wide; Triton would say so in twenty lines."""
+    attention = Attention(None)
+    attention.n_local_kv_heads = 2
+    assert block_with(attention).problem(torch.device("cpu")) == ""
+    attention.head_dim = 96
+    assert block_with(attention).problem(torch.device("cpu")).endswith("found 96")
