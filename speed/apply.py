@@ -285,7 +285,8 @@ class Run:
                 handle.remove()
             log.warning("%s could not engage: %s", optimization.name, error)
             log.debug("%s failed", optimization.name, exc_info=True)
-            _skip(engagement, optimization, f"could not engage: {type(error).__name__}: {error}")
+            said = " ".join(str(error).split())[:200]  # a compiler's goes over twenty lines
+            _skip(engagement, optimization, f"could not engage: {type(error).__name__}: {said}")
             return
         engagement.handles[optimization.name] = handle
         engagement.outcomes.append(

@@ -65,7 +65,10 @@ def flatten(value: Any, where: str, tensors: list[Tensor]) -> Hashable:
     kind = type(value)
     if kind is Tensor or kind is torch.nn.Parameter:
         tensors.append(value)
-        return (value.shape, value.dtype, value.stride(), value.device)
+        shape, strides = value.shape, value.stride()
+        if any(step == 0 and size > 1 for size, step in zip(shape, strides, strict=True)):
+            raise NotCapturableError(f"{where} is an expanded view")  # cannot be copied into
+        return (shape, value.dtype, strides, value.device)
     if kind in _CONSTANTS:
         return (kind, value)
     if kind is list or kind is tuple:
@@ -230,9 +233,10 @@ class Captured:
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """The call's output for `tensors`, copied out of the static buffer."""
-        for static, tensor in zip(self._inputs, tensors, strict=True):
-            if static is not tensor:
-                static.copy_(tensor)
+        with torch.inference_mode():  # the only mode in which an inference tensor can be written
+            for static, tensor in zip(self._inputs, tensors, strict=True):
+                if static is not tensor:
+                    static.copy_(tensor)
         self._graph.replay()
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in self._leaves]
         return pytree.tree_unflatten(leaves, self._form)
@@ -363,7 +367,8 @@ class CudaRecorder:
         for tensor in tensors:
             with torch.inference_mode(tensor.is_inference()):
                 copies.append(_empty_like(tensor))
-            copies[-1].copy_(tensor)
+            with torch.inference_mode():
+                copies[-1].copy_(tensor)
         return copies
 
     def capture(

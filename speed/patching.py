@@ -99,13 +99,25 @@ def _take(patch: Patch) -> None:
 
 
 def beneath(target: Any, attribute: str, replacement: Any) -> Any:
-    """What a call would reach if `replacement` were not there: an earlier patch, or None."""
+    """What a call would reach if `replacement` were not there, or None for the class's own.
+
+    An earlier patch, or what somebody else put there before this call.
+    """
     slot = _slots.get((id(target), attribute))
-    holders = slot.holders if slot is not None else []
-    for index in range(len(holders) - 1, 0, -1):
-        if holders[index] is replacement:
-            return holders[index - 1]
-    return None
+    if slot is None:
+        return None
+    for index in range(len(slot.holders) - 1, 0, -1):
+        if slot.holders[index] is replacement:
+            return slot.holders[index - 1]
+    return foreign(target, attribute)
+
+
+def foreign(target: Any, attribute: str) -> Any:
+    """What somebody else put in the instance in place of the class's own, or None."""
+    if not is_replaced(target, attribute):
+        return None
+    slot = _slots.get((id(target), attribute))
+    return vars(target)[attribute] if slot is None else slot.original
 
 
 def active_patches() -> int:

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import _PROBE_TOKENS, FusedBlock, attention_of, is_table, rms_eps, turns
+from .base import _PROBE_TOKENS, FusedBlock, _drift, attention_of, is_table, rms_eps, turns
 
 _NO_OPTIONS: dict[str, Any] = {}
+_HOSTS_EPS = "self.q_norm.eps if self.q_norm.eps is not None else torch.finfo(torch.float32).eps"
 
 
 class ZImageBlock(FusedBlock):
@@ -51,6 +52,10 @@ class ZImageBlock(FusedBlock):
         self.attention = attention
         self.qkv, self.out = attention.qkv, attention.out
         self.w1, self.w2, self.w3 = feed_forward.w1, feed_forward.w2, feed_forward.w3
+        self.qk_eps = getattr(attention.q_norm, "eps", None)
+        # Newer hosts do not leave the epsilon of q and k to torch.
+        if self.qk_eps is None and not _drift(type(attention).forward, (_HOSTS_EPS,)):
+            self.qk_eps = torch.finfo(torch.float32).eps
 
     def problem(self, device: torch.device) -> str:
         attention = self.attention
@@ -84,7 +89,8 @@ class ZImageBlock(FusedBlock):
         if self.modulation is not None:
             scales = self.modulation(adaln_input).chunk(4, dim=1)
         scale_attention, gate_attention, scale_mlp, gate_mlp = scales
-        eps = [rms_eps(norm.eps, x.dtype, x.device) for norm in self.norms]
+        given = [*(norm.eps for norm in self.norms[:4]), self.qk_eps]
+        eps = [rms_eps(value, x.dtype, x.device) for value in given]
         with self.weight(0, x) as weight:
             h = ops.norm_modulate(x, weight, scale_attention, None, eps[0], False)
         h = self._attend(h, x_mask, freqs_cis, transformer_options, eps[4])

@@ -237,8 +237,8 @@ def qk_norm_rope(
     """RMS-norm the heads of q and k, turn them, write them from token `first` on; copy v.
 
     Args:
-        q, k, v: `(batch, tokens, heads * head_dim)` with equal strides and columns next to each
-            other; v None = not copied.
+        q, k, v: `(batch, tokens, heads * head_dim)`; read where they are if they have equal
+            strides and columns next to each other. v None = not copied.
         q_weight, k_weight: `(head_dim,)`.
         turns: `(batch or 1, all tokens, 1, head_dim / 2, 2, 2)`, the host's rotary table.
         out: each `(batch, all tokens, heads, head_dim)`, contiguous.
@@ -247,6 +247,10 @@ def qk_norm_rope(
     batch, tokens, width = q.shape
     _, tokens_out, heads, dim = out[0].shape
     assert width == heads * dim
+    strides = q.stride()
+    if strides[2] != 1 or k.stride() != strides or (v is not None and v.stride() != strides):
+        q, k = q.contiguous(), k.contiguous()
+        v = None if v is None else v.contiguous()
     QK_NORM_ROPE(
         (tokens, batch),
         (

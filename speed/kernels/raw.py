@@ -18,6 +18,8 @@ from .launch import raw_launch_refusal
 
 logger = logging.getLogger("speed_tier.kernels")
 
+_INT32_MAX = 2**31 - 1  # a larger number is another type to Triton
+
 
 class RawKernel:
     """One `triton.jit` function whose parameters are pointers, then numbers, then constexprs.
@@ -59,6 +61,7 @@ class RawKernel:
         key = (
             device,
             tuple(constants.values()),
+            tuple(n > _INT32_MAX for n in numbers) if max(numbers) > _INT32_MAX else None,
             *[(t.dtype, p & 15 == 0) for t, p in zip(tensors, pointers, strict=True)],
         )
         compiled = self._compiled.get(key)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import torch
@@ -28,6 +28,16 @@ from .base import Context, Fidelity, Handle
 _compared: Final[weakref.WeakKeyDictionary[nn.Module, dict[Any, str | None]]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+@dataclass
+class _FusedHandle(Handle):
+    blocks: list[FusedBlock] = field(default_factory=list)
+
+    def remove(self) -> None:
+        if plain := sum(block.plain_calls for block in self.blocks):
+            self.note += f"; {plain} block calls as they are: patched or hooked, or unusual inputs"
+        self.blocks = []
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,8 @@ class EagerPatches:
         note = f"{len(blocks)} blocks"
         if problems:
             note += "; " + "; ".join(f"{n} as they are: {why}" for why, n in problems.items())
-        return Handle(patches=[Patch(b.block, "forward", b) for b in blocks], note=note)
+        patches = [Patch(b.block, "forward", b) for b in blocks]
+        return _FusedHandle(patches=patches, note=note, blocks=blocks)
 
     def release(self, denoiser: nn.Module) -> None:
         _compared.pop(denoiser, None)

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ from torch.utils import _pytree as pytree
 from ..crash_canary import CrashCanary
 from ..cuda_graph import (
     Captured,
-    CudaRecorder,
     NotCapturableError,
     Rehearsal,
     Timed,
@@ -42,12 +40,13 @@ from ..cuda_graph import (
 )
 from ..env import capabilities
 from ..flags import describe, snapshot
-from ..patching import Patch
+from ..patching import Patch, foreign
 from ..probe import Measurements
 from ..report import GraphFacts
 from . import call_mode, dynamo
 from .base import Context, Fidelity, Handle
-from .graph_rules import Weights, options_signature
+from .graph_rules import Weights, options_signature, sizeless
+from .graph_store import Entry, GraphConfig, GraphStore
 from .regional_compile import comparison_key
 
 log = logging.getLogger("speed_tier.graph_capture")
@@ -58,138 +57,7 @@ _OPTIONS: Final = "transformer_options"
 _COMPILED_CALLS: Final = 4
 # Free memory that has to be left beside the graphs.
 _RESERVE_BYTES: Final = 1 << 30
-
-
-class Recorder(Protocol):
-    """How calls are measured and captured; see `cuda_graph.CudaRecorder`."""
-
-    def refusal(self, device: torch.device) -> str: ...
-
-    def is_strict(self) -> bool: ...
-
-    def timed(self, call: Callable[[], Any], device: torch.device) -> Timed: ...
-
-    def peak_bytes(self, device: torch.device) -> int: ...
-
-    def rehearse(
-        self, call: Callable[[], Any], device: torch.device, known: Any, compiled: bool
-    ) -> Rehearsal: ...
-
-    def static_copies(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
-
-    def capture(
-        self,
-        call: Callable[[Sequence[Tensor]], Any],
-        inputs: list[Tensor],
-        device: torch.device,
-        keep: Sequence[Any],
-        like: Any,
-    ) -> tuple[Captured, Any]: ...
-
-    def trim(self, device: torch.device) -> None: ...
-
-
-_CUDA: Final = CudaRecorder()
-
-
-@dataclass(frozen=True)
-class GraphConfig:
-    """When a graph is made and kept.
-
-    Attributes:
-        max_graphs: of one model; the one unused for longest goes first.
-        min_gain: time without over time with, below which a graph is not worth its memory.
-        busy: share of a call's time that Python takes to issue it, below which the card is busy
-            all the time.
-        recorder: measures and captures.
-    """
-
-    max_graphs: int = 6
-    min_gain: float = 1.01
-    busy: float = 0.8
-    recorder: Recorder = _CUDA
-
-
-@dataclass
-class _Entry:
-    """What is known of one signature.
-
-    Attributes:
-        calls: how often it was called without a graph.
-        runs: runs that called it.
-        last_run: the newest of them, by number.
-        reason: why it has no graph, for good.
-        captured: its graph.
-        before_ms, graph_ms: a call without and with it.
-        measured: calls that before_ms is the shortest of.
-        busy: the card was found to be busy all through a call.
-    """
-
-    calls: int = 0
-    runs: int = 0
-    last_run: int = 0
-    reason: str = ""
-    captured: Captured | None = None
-    before_ms: float = 0.0
-    measured: int = 0
-    busy: bool = False
-    graph_ms: float = 0.0
-
-
-class GraphStore:
-    """Graphs of one denoiser between runs. Refers to no weight and to no denoiser."""
-
-    def __init__(self, config: GraphConfig, device: torch.device) -> None:
-        self.config = config
-        self.device = device
-        self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        # Calls that differ in sizes only run the same operations: one rehearsal for all of them.
-        self.rehearsed: dict[Hashable, list[Tensor]] = {}
-        self.weights: Hashable = None
-        self.runs = 0
-        self.lock = threading.RLock()
-
-    def follow(self, weights: Hashable) -> None:
-        """Forget every graph if the weights are not where they were."""
-        if weights != self.weights:
-            self.drop()
-            self.weights = weights
-
-    def entry(self, signature: Hashable) -> _Entry:
-        found = self.entries.get(signature)
-        if found is None:
-            found = self.entries[signature] = _Entry()
-            while len(self.entries) > 16 * self.config.max_graphs:
-                self._forget(next(iter(self.entries)))
-        self.entries.move_to_end(signature)
-        return found
-
-    def make_room(self) -> None:
-        """Keep place for one more graph."""
-        graphs = [key for key, entry in self.entries.items() if entry.captured is not None]
-        for key in graphs[: max(0, len(graphs) - self.config.max_graphs + 1)]:
-            self._forget(key)
-
-    def _forget(self, signature: Hashable) -> None:
-        captured = self.entries.pop(signature).captured
-        if captured is not None:
-            captured.release()
-
-    def drop(self) -> None:
-        """Give back every graph's memory."""
-        had = self.graphs()
-        self.rehearsed.clear()
-        while self.entries:
-            self._forget(next(iter(self.entries)))
-        if had:
-            self.config.recorder.trim(self.device)
-
-    def graphs(self) -> int:
-        return sum(entry.captured is not None for entry in self.entries.values())
-
-    def pool_bytes(self) -> int:
-        found = [e.captured.pool_bytes for e in self.entries.values() if e.captured is not None]
-        return sum(found)
+_NO_ROOM: Final = "not enough free memory for a graph"  # asked again in every run
 
 
 class GraphedForward:
@@ -198,7 +66,7 @@ class GraphedForward:
     def __init__(self, context: Context, store: GraphStore) -> None:
         self.counts: Counter[str] = Counter()
         self.replayed = 0
-        self.captured: list[_Entry] = []
+        self.captured: list[Entry] = []
         self.peak_bytes = 0
         self._denoiser = context.denoiser
         self._device = context.device
@@ -208,8 +76,10 @@ class GraphedForward:
         self._run = store.runs
         self._config = store.config
         self._weights: Weights | None = None
+        self._away: str | None = None
         self._compiled = "regional_compile" in context.engaged
-        self._state = (context.engaged, repr(describe(snapshot())), context.dtype)
+        attention = context.host.attention_in_use
+        self._state = (context.engaged, repr(describe(snapshot())), context.dtype, attention)
         self._is_cancelled = context.host.check_interrupt or (lambda: None)
         self._canary = CrashCanary(context.host.state_folder)
         self._measurements = Measurements(context.host.state_folder)
@@ -221,7 +91,14 @@ class GraphedForward:
         if not self._store.lock.acquire(blocking=False):
             return self._uncaptured("another thread runs this model", args, kwargs)
         try:
-            return self._call(args, kwargs)
+            try:
+                return self._call(args, kwargs)
+            except torch.OutOfMemoryError:
+                if not self._store.graphs():
+                    raise
+            log.warning("out of memory: the graphs go, the call is repeated")
+            self._store.drop()
+            return self._plain(*args, **kwargs)
         finally:
             self._store.lock.release()
 
@@ -233,10 +110,15 @@ class GraphedForward:
             signature = self._signature(self._weights, args, kwargs, tensors)
         except NotCapturableError as reason:
             return self._uncaptured(str(reason), args, kwargs)
-        self._store.follow(self._weights.addresses())
+        if not self._store.follow(self._weights.addresses()) or self._away is None:
+            self._away = self._weights.away(self._device)
+        if self._away:
+            return self._uncaptured(self._away, args, kwargs)
         entry = self._store.entry(signature)
         if entry.captured is not None:
             return self._replayed(entry, entry.captured, tensors)
+        if entry.reason == _NO_ROOM and entry.last_run != self._run:
+            entry.reason = ""
         if entry.reason:
             return self._uncaptured(entry.reason, args, kwargs)
         if entry.last_run != self._run:
@@ -245,20 +127,15 @@ class GraphedForward:
         # Measured once; where the card turned out to be busy, again in a second run.
         if entry.calls == 1 or (entry.busy and entry.runs < 2):
             return self._uncaptured("first calls of a size", args, kwargs)
-        return self._measured(entry, tensors, args, kwargs)
+        return self._measured(signature, entry, tensors, args, kwargs)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        if (theirs := foreign(self._denoiser, "forward")) is not None:  # since the run began
+            return theirs(*args, **kwargs)
         return type(self._denoiser).forward(self._denoiser, *args, **kwargs)
 
     def _uncaptured(self, reason: str, args: Any, kwargs: Any) -> Any:
         self.counts[reason] += 1
-        try:
-            return self._plain(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            if not self._store.graphs():
-                raise
-            log.warning("out of memory: the graphs go, the call is repeated")
-        self._store.drop()
         return self._plain(*args, **kwargs)
 
     def _signature(
@@ -266,6 +143,8 @@ class GraphedForward:
     ) -> Hashable:
         if torch.is_grad_enabled():
             raise NotCapturableError("gradients are on")
+        if torch.is_autocast_enabled(self._device.type):
+            raise NotCapturableError("autocast is on")
         if problem := weights.problem_now():
             raise NotCapturableError(problem)
         parts: list[Hashable] = [self._state, torch.is_inference_mode_enabled()]
@@ -282,7 +161,7 @@ class GraphedForward:
             raise NotCapturableError(f"an argument is on {', '.join(sorted(away))}")
         return tuple(parts)
 
-    def _replayed(self, entry: _Entry, captured: Captured, tensors: list[Tensor]) -> Any:
+    def _replayed(self, entry: Entry, captured: Captured, tensors: list[Tensor]) -> Any:
         self._is_cancelled()  # raises; a replay passes none of the places where the host asks
         self.replayed += 1
         if entry.graph_ms:
@@ -303,7 +182,9 @@ class GraphedForward:
         self.peak_bytes = max(self.peak_bytes, recorder.peak_bytes(self._device))
         return recorder.timed(call, self._device)
 
-    def _measured(self, entry: _Entry, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+    def _measured(
+        self, signature: Hashable, entry: Entry, tensors: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
         timed = self._timed(lambda: self._plain(*args, **kwargs))
         entry.measured += 1
         entry.before_ms = min(entry.before_ms or timed.ms, timed.ms)
@@ -315,7 +196,7 @@ class GraphedForward:
         if self._without_compiler() and entry.measured < _COMPILED_CALLS:
             self.counts["first calls of a size"] += 1
             return timed.output
-        captured, entry.reason = self._capture(timed, tensors, args, kwargs)
+        captured, entry.reason = self._capture(sizeless(signature), timed, tensors, args, kwargs)
         self.counts[entry.reason or "captured"] += 1
         if captured is not None:
             entry.captured = captured
@@ -327,7 +208,7 @@ class GraphedForward:
         return self._compiled and self._config.recorder.is_strict()
 
     def _capture(
-        self, timed: Timed, tensors: list[Tensor], args: Any, kwargs: Any
+        self, structure: Hashable, timed: Timed, tensors: list[Tensor], args: Any, kwargs: Any
     ) -> tuple[Captured | None, str]:
         """A graph of the call that `timed` measured, or None and why there is none."""
         assert self._weights is not None
@@ -338,7 +219,7 @@ class GraphedForward:
             return None, "an earlier process ended while it captured this"
         spare = self._host.spare_bytes() if self._host.spare_bytes is not None else None
         if spare is not None and spare < timed.peak_bytes + _RESERVE_BYTES:
-            return None, "not enough free memory for a graph"
+            return None, _NO_ROOM
         without_compiler = self._without_compiler()
 
         def call(static: Sequence[Tensor]) -> Any:
@@ -353,7 +234,6 @@ class GraphedForward:
         expected = timed.output
         inputs = recorder.static_copies(tensors)
         with call_mode.eager_blocks(without_compiler):
-            structure = repr((self._state, [(t.dtype, t.ndim) for t in tensors], sorted(kwargs)))
             external = store.rehearsed.get(structure)
             if external is None or self._compiled:
                 rehearsal = self._rehearse(call, inputs, self._compiled and not without_compiler)
@@ -475,7 +355,7 @@ class GraphCapture:
             return "dynamic VRAM moves weights between calls"
         if context.host.compiled_by:
             return f"{context.host.compiled_by} compiles this model"
-        return Weights(context.denoiser).problem_of_run(context.device, context.denoiser) or None
+        return Weights(context.denoiser).problem_of_run(context.device) or None
 
     def install(self, context: Context) -> Handle:
         store = _kept.get(context.denoiser)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from ..cuda_graph import NotCapturableError
 from ..gguf.linear import QuantLinear
 from ..patching import is_replaced
+from . import dynamo
 
 # What of the host's options a forward does not read, or writes itself.
 _NOT_READ: Final = frozenset(
@@ -24,10 +26,11 @@ _HARMLESS_WHEN_EMPTY: Final = frozenset({"patches", "patches_replace", "prefetch
 # Wrappers that run inside the denoiser's forward; all other kinds are outside of it.
 _INNER_WRAPPERS: Final = "diffusion_model"
 _OVERRIDE: Final = "optimized_attention_override"
+_OUR_ROOT: Final = __name__.partition(".")[0]
 
 
 class Weights:
-    """Where a model's weights and buffers are, asked at every call."""
+    """A model's parts, and where its weights and buffers are: asked at every call."""
 
     def __init__(self, denoiser: nn.Module) -> None:
         modules = list(denoiser.modules())
@@ -46,6 +49,10 @@ class Weights:
         self._hooks += [m._forward_pre_hooks for m in modules]
         self._patchable: list[Any] = [m for m in modules if hasattr(m, "weight_function")]
         self._modules = modules
+        # Compared with in later runs, where a part may have been exchanged for another one.
+        self._parts = tuple(weakref.ref(module) for module in modules)
+        self._forwards = [(vars(m), vars(m).get("forward")) for m in modules]
+        self._patched = [m for m in modules if _is_patched_block(m)]
 
     def tensors(self) -> Iterator[Tensor]:
         for held in self._held:
@@ -59,7 +66,7 @@ class Weights:
             if layer.adapters is not None or layer.dense is not None:
                 dense = layer.dense
                 places += (id(layer.adapters), 0 if dense is None else dense.data_ptr())
-        return tuple(places)
+        return self._parts, tuple(places)
 
     def adapters(self) -> list[Any]:
         """What the addresses name by identity: alive as long as a graph compares with it."""
@@ -67,8 +74,14 @@ class Weights:
 
     def problem_now(self) -> str:
         """What may change from call to call and cannot be captured, or ""."""
-        if any(self._hooks):
+        if any(self._hooks) or dynamo.has_global_hooks():
             return "a part of the model has a forward hook"
+        if (
+            any(own.get("forward") is not known for own, known in self._forwards)
+            or any(is_replaced(module, "forward") for module in self._patched)
+            or _replaced_methods(self._modules[0])
+        ):
+            return "another pack replaces code of the model at this call"
         if any(module.weight_function or module.bias_function for module in self._patchable):
             return "weights are patched at every call"
         for layer in self._packed:
@@ -79,18 +92,71 @@ class Weights:
                 return "a scheduled LoRA changes in mid-run"
         return ""
 
-    def problem_of_run(self, device: torch.device, denoiser: nn.Module) -> str:
-        """What no call of a run can be captured for, or ""."""
+    def away(self, device: torch.device) -> str:
+        """Which weights a graph cannot read where they are, or ""."""
         away = sum(tensor.device != device for tensor in self.tensors())
-        if away:
-            return f"{away} weights are not on {device}"
-        replaced = [m for m in self._modules if is_replaced(m, "forward")]
+        return f"{away} weights are not on {device}" if away else ""
+
+    def problem_of_run(self, device: torch.device) -> str:
+        """What no call of a run can be captured for, or ""."""
+        if away := self.away(device):
+            return away
+        special = {type(t).__name__ for t in self.tensors() if not _has_storage(t)}
+        if special:
+            return f"weights are of a special type ({', '.join(sorted(special))})"
+        denoiser = self._modules[0]
+        replaced = {m: names for m in self._modules if (names := _replaced_methods(m))}
         if denoiser in replaced:
-            return "another pack has replaced the model's forward"
+            return f"another pack has replaced the model's {replaced[denoiser][0]}"
         if replaced:
-            names = {type(module).__name__ for module in replaced}
-            return f"another pack has replaced the forward of {', '.join(sorted(names)[:3])}"
+            kinds = {f"{names[0]} of {type(m).__name__}" for m, names in replaced.items()}
+            return f"another pack has replaced the {', the '.join(sorted(kinds)[:3])}"
+        if parts := {type(m).__name__ for m in self._modules if _is_foreign(m, denoiser)}:
+            return f"another pack has put parts into the model ({', '.join(sorted(parts)[:3])})"
         return ""
+
+
+def _is_patched_block(module: nn.Module) -> bool:
+    # Stand-ins of packed layers, hundreds of them, are looked after by their own feature.
+    forward = vars(module).get("forward")
+    return forward is not None and not isinstance(getattr(forward, "__self__", None), QuantLinear)
+
+
+def _replaced_methods(module: nn.Module) -> list[str]:
+    """Methods of the class that somebody else has replaced in the instance."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if callable(value)
+        and callable(getattr(type(module), name, None))
+        and is_replaced(module, name)
+    ]
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """False for a tensor made of others, whose memory cannot be told by its address."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_foreign(module: nn.Module, denoiser: nn.Module) -> bool:
+    """Whether another pack's class computes something here: it may keep numbers that change from
+    step to step in Python (a rotary embedding that follows the timestep), and a graph would not.
+
+    A layer with a weight that is the host's by descent is another pack's loader's.
+    """
+    host, found = _root(type(denoiser)), _root(type(module))
+    if found in (_OUR_ROOT, "torch") or found.startswith(host):
+        return False
+    ancestors = {_root(kind) for kind in type(module).__mro__}
+    return "weight" not in module._parameters or host not in ancestors
+
+
+def _root(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def options_signature(options: Any) -> Hashable:
@@ -112,3 +178,15 @@ def options_signature(options: Any) -> Hashable:
         else:
             raise NotCapturableError(f"the host's option {name} is set")
     return tuple(found)
+
+
+def sizeless(signature: Any) -> Hashable:
+    """A signature in which calls of other sizes, that run the same operations, are the same.
+
+    None and one are no sizes: code branches on an absent text and on a single picture.
+    """
+    if not isinstance(signature, tuple):
+        return signature
+    if all(type(number) is int for number in signature):  # a shape, or strides
+        return tuple(min(number, 2) for number in signature)
+    return tuple(map(sizeless, signature))

@@ -190,6 +190,8 @@ class BlockCall:
         """Why compiled code would be wrong or not shared for this block at this call, or ""."""
         if any(self._hooks) or dynamo.has_global_hooks():
             return "a part has a forward hook"  # which compiled code does not see
+        if is_replaced(self.block, "forward"):
+            return "another pack has replaced its forward"  # since the run began
         # The host's way of applying LoRA to a weight that is not loaded. It looks itself up by
         # the weight's name, so that every block would get a graph of its own (20 of 20, 2.14.1).
         if any(hasattr(f, "key") for child in self._patchable for f in child.weight_function or ()):

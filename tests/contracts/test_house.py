@@ -15,7 +15,7 @@ SPEED = REPO / "speed"
 LEVERS = sorted(
     path
     for path in (SPEED / "optimizations").glob("*.py")
-    if path.stem not in ("__init__", "base", "call_mode", "dynamo", "graph_rules")
+    if path.stem not in ("__init__", "base", "call_mode", "dynamo", "graph_rules", "graph_store")
 )
 DOC_LINES = ("Changes:", "Faster because:", "Fidelity:", "Process-wide:", "Declines:")
 

@@ -92,11 +92,15 @@ def test_patches_flags_and_options_of_every_handle_are_in_place_during_a_call():
             "could not engage: OutOfMemoryError: no room",
         ),
         (
+            {"check_raises": RuntimeError("at 12:4:\n    x = tl.arange(0, 96)\n" + 300 * "^")},
+            "could not engage: RuntimeError: at 12:4: x = tl.arange(0, 96) " + 170 * "^",
+        ),
+        (
             {"handle": {"flags": {"cudnn.benchmark": True, "no such flag": 1}}},
             "could not engage: KeyError: 'no such flag'",
         ),
     ],
-    ids=["declined", "check raises", "install raises", "flags refused"],
+    ids=["declined", "check raises", "install raises", "a long error", "flags refused"],
 )
 def test_one_that_cannot_engage_is_skipped_with_its_reason_and_leaves_nothing(fault, reason):
     log, before = [], full_state()

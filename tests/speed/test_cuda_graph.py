@@ -36,6 +36,26 @@ def test_a_signature_tells_apart_everything_but_the_contents():
     assert len({flatten(x, "x", []) for x in [[a, (1, None)], *others]}) == len(others) + 1
 
 
+def test_a_view_that_cannot_be_copied_into_is_refused():
+    with pytest.raises(NotCapturableError, match="timesteps is an expanded view"):
+        flatten(torch.ones(1).expand(2), "timesteps", [])
+    flatten(torch.ones(1, 3).expand(1, 3), "timesteps", [])
+
+
+@pytest.mark.parametrize("then", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_static_inputs_are_written_in_any_mode(first, then):
+    """A prompt encoded in inference mode, and a sampler outside of it."""
+    with torch.inference_mode(first):
+        x = torch.ones(3)
+    with torch.no_grad(), torch.inference_mode(then):
+        [static] = copies = cuda_graph.CudaRecorder().static_copies([x])
+        assert static.is_inference() is first and torch.equal(static, x)
+        graph = types.SimpleNamespace(replay=lambda: None)
+        captured = cuda_graph.Captured(graph, copies, static, [])
+        assert torch.equal(captured.replay([x * 2]), x * 2)
+
+
 @pytest.mark.parametrize("value", [{}, object(), [1, {2}], torch.nn.Linear(1, 1), len])
 def test_what_is_no_tensor_or_constant_is_refused_by_name(value):
     with pytest.raises(NotCapturableError, match=r"^guidance is a "):

@@ -9,7 +9,9 @@ from speed_tier.speed.patching import (
     Patch,
     PatchSet,
     active_patches,
+    beneath,
     body_drift,
+    foreign,
     is_replaced,
     point_at,
     signature_drift,
@@ -97,6 +99,19 @@ def test_two_overlapping_sets_leave_in_either_order(first_out):
     assert value(block) == (3 if first_out == 0 else 2), "the one that stays decides"
     sets[1 - first_out].__exit__()
     assert "forward" not in vars(block)
+
+
+@pytest.mark.parametrize("theirs", [None, tripled])
+def test_what_is_beneath_a_patch(theirs):
+    block, last = Block(), lambda x: x
+    if theirs is not None:
+        block.forward = theirs
+    assert foreign(block, "forward") is theirs
+    with PatchSet([Patch(block, "forward", doubled), Patch(block, "forward", last)]):
+        assert beneath(block, "forward", last) is doubled
+        assert beneath(block, "forward", doubled) is theirs
+        assert foreign(block, "forward") is theirs
+    assert beneath(block, "forward", doubled) is None
 
 
 def test_one_attribute_in_two_patches_of_a_set():

@@ -97,6 +97,21 @@ def test_qk_norm_rope(ops, dtype, shared_turns, heads, dim):
     assert torch.equal(out[2], untouched)
 
 
+def test_q_and_k_that_lie_differently(ops):
+    """One of two projections fused, the other not."""
+    heads, dim, tokens = 2, 16, 3
+    fused = random(2, tokens, 2 * heads * dim)
+    q, k = fused.split(heads * dim, dim=-1)
+    turns = torch.eye(2, device=DEVICE).expand(1, tokens, 1, dim // 2, 2, 2).contiguous()
+    weight = random(dim)
+    found = []
+    for given in ((q, k, q), (q, k.contiguous(), q), (q, k, q.mT.contiguous().mT)):
+        out = tuple(torch.zeros(2, tokens, heads, dim, device=DEVICE) for _ in range(3))
+        ops.qk_norm_rope(*given, weight, weight, turns, out, 0, 1e-6)
+        found.append(torch.stack(out))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu(ops, dtype):
     a, b = random(3, 1501, dtype=dtype, scale=8), random(3, 1501, dtype=dtype)

@@ -128,6 +128,28 @@ def test_what_comes_between_is_never_read_past():
         assert torch.equal(got, tiny.plain(toy, x(), patch))
 
 
+def test_a_block_replaced_in_mid_run_is_the_other_packs():
+    toy = model()
+    with engaged(on=toy) as run:
+        counted(run, x())
+        toy.blocks[1].forward = lambda x, options: x * 3
+        got, calls = counted(run, x())
+        assert calls == 2
+        assert tiny.relative_error(got, tiny.plain(toy, x())) < 0.02
+    note = "; 1 block calls as they are: patched or hooked, or unusual inputs"
+    assert run.handles[0].note == "3 blocks" + note
+
+
+def test_a_part_that_somebody_gave_back_is_not_replaced():
+    """A host that restores an object patch leaves the class's own method in the instance."""
+    toy = model()
+    attention = toy.blocks[0].attention
+    attention.forward = attention.forward
+    with engaged(on=toy) as run:
+        FusedToy.calls = 0
+        assert counted(run, x())[1] == 3
+
+
 def test_parts_that_somebody_replaced_before_the_run():
     toy = model()
     toy.blocks[0].attention.forward = lambda x, options: x

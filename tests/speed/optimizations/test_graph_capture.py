@@ -86,6 +86,12 @@ def test_one_rehearsal_serves_every_size_of_the_same_call(graphs, recorder):
     assert recorder.rehearsals == 2
 
 
+def test_another_constant_is_rehearsed(graphs, recorder):
+    """It may run other operations, and one that fails in a capture ends the process."""
+    run(graphs, host_model(), host_calls(guidance="index") + host_calls(guidance="timestep zero"))
+    assert recorder.captures == recorder.rehearsals == 2
+
+
 def test_a_busy_card_waits_for_a_second_run(recorder, graphs):
     recorder.issue = 0.2
     model = tiny.toy()
@@ -264,6 +270,8 @@ def test_features_of_the_run_are_part_of_the_signature(graphs):
     run(graphs, model, inputs(4))
     facts, _ = run(graphs, model, inputs(4), engaged=("tf32",))
     assert facts.captured == 1
+    facts, _ = run(graphs, model, inputs(4), host=HostFacts(attention_in_use="the host's other"))
+    assert facts.captured == 1
     allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not allowed
     try:
@@ -277,9 +285,11 @@ def test_little_memory(graphs, recorder):
     model = tiny.toy()
     _, handle = run(graphs, model, inputs(4), host=HostFacts(spare_bytes=lambda: 1 << 30))
     assert handle.not_used.endswith("not enough free memory for a graph")
+    facts, _ = run(graphs, model, inputs(4), host=HostFacts(spare_bytes=lambda: 1 << 40))
+    assert facts.captured == 1, "asked again in the next run"
     other = tiny.toy()
     run(graphs, other, inputs(4), host=HostFacts(spare_bytes=lambda: 1 << 40))
-    assert recorder.captures == 1
+    assert recorder.captures == 2
     facts, _ = run(graphs, other, inputs(1), host=HostFacts(spare_bytes=lambda: 1 << 20))
     assert facts.replayed == 1 and facts.kept == 0, "given back when the run ends"
 
@@ -306,6 +316,15 @@ def test_out_of_memory_in_a_plain_call_drops_the_graphs_and_repeats_it(graphs, r
         Options.forward = plain
     assert torch.equal(got, tiny.plain(model, **call))
     assert recorder.released == 1
+
+
+def test_out_of_memory_in_a_replay_drops_the_graphs_and_runs_the_call(graphs, recorder):
+    model, failures = tiny.toy(), [torch.OutOfMemoryError("no memory")]
+    run(graphs, model, inputs(4))
+    [entry] = graph_capture._kept[model].entries.values()
+    entry.captured.replay = lambda tensors: (_ for _ in ()).throw(failures.pop())
+    facts, _ = run(graphs, model, inputs(1))
+    assert facts.kept == 0 and recorder.released == 1 and not failures
 
 
 def test_an_exception_of_the_model_is_the_models(graphs):

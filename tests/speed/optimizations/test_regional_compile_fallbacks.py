@@ -212,6 +212,15 @@ def test_a_foreign_forward_on_a_block_is_honoured():
     )
 
 
+def test_a_foreign_forward_on_a_block_in_mid_run_is_honoured():
+    model, x = toy(blocks=2), toy_input()
+    with tiny.engaged(EAGER, on=model) as run:
+        run.call(x)
+        model.blocks[1].forward = lambda x, options: x * 3
+        assert torch.equal(run.call(x), tiny.plain(model, x))
+        assert "another pack has replaced its forward" in run.handles[0].note
+
+
 def test_a_foreign_forward_on_a_part_in_mid_run_is_honoured():
     model, x = toy(), toy_input()
     with tiny.engaged(EAGER, on=model) as run:
