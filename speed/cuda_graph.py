@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import logging
 import sys
 import time
@@ -31,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import SpeedTierError
+from .flags import FLAGS, SYNC_IS_AN_ERROR
 
 log = logging.getLogger("speed_tier.cuda_graph")
 
@@ -198,27 +198,21 @@ def _jit_launches(found: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_synchronisation() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():  # "a prototype feature"
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
+def _flag(name: str, value: Any) -> Iterator[None]:
+    token = FLAGS.acquire({name: value})
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        FLAGS.release(token)
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_synchronisation() -> contextlib.AbstractContextManager[None]:
+    return _flag("cuda.sync_debug_mode", SYNC_IS_AN_ERROR)
+
+
+def _no_collection() -> contextlib.AbstractContextManager[None]:
     """Memory that is freed inside a capture would be the graph's trouble."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    return _flag("gc.enabled", False)
 
 
 class Captured:

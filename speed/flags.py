@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import itertools
 import logging
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -168,6 +170,19 @@ def _sdp_flag(name: str) -> Flag:
     )
 
 
+# Not through torch.cuda, which starts CUDA.
+def _read_sync_debug_mode() -> int:
+    return int(torch._C._cuda_get_sync_debug_mode())
+
+
+def _write_sync_debug_mode(value: int) -> None:
+    with warnings.catch_warnings():  # "a prototype feature"
+        warnings.simplefilter("ignore")
+        torch._C._cuda_set_sync_debug_mode(value)
+
+
+SYNC_IS_AN_ERROR: Final = 2
+
 FLAG_TABLE: Final[tuple[Flag, ...]] = (
     _precision_flag("matmul.tf32", _matmul_group),
     _precision_flag("cudnn.tf32", _cudnn_group),
@@ -190,6 +205,8 @@ FLAG_TABLE: Final[tuple[Flag, ...]] = (
     _sdp_flag("mem_efficient"),
     _sdp_flag("math"),
     _sdp_flag("cudnn"),
+    Flag("cuda.sync_debug_mode", _read_sync_debug_mode, _write_sync_debug_mode),
+    Flag("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     Flag(
         "env.TORCHINDUCTOR_CACHE_DIR",
         read=lambda: os.environ.get(_CACHE_VARIABLE),

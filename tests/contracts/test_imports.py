@@ -28,9 +28,10 @@ ROOMS = {
         room: {"env", "errors"}
         for room in (
             *("families", "patching", "flags", "probe", "timing", "report", "kernels"),
-            *("crash_canary", "cuda_graph"),
+            "crash_canary",
         )
     },
+    "cuda_graph": {"flags", "env", "errors"},
     "tiers": {"env", "errors"},
     "env": {"errors"},
     "bounds": set(),

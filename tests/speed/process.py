@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,8 @@ def full_state() -> dict[str, Any]:
         "sdp.mem_efficient": cuda.mem_efficient_sdp_enabled,
         "sdp.math": cuda.math_sdp_enabled,
         "sdp.cudnn": cuda.cudnn_sdp_enabled,
+        "sync_debug_mode": lambda: torch._C._cuda_get_sync_debug_mode(),
+        "gc": gc.isenabled,
         "grad": torch.is_grad_enabled,
         "inference": torch.is_inference_mode_enabled,
         "threads": torch.get_num_threads,

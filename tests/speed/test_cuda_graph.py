@@ -1,5 +1,6 @@
 """What may be captured, told on the CPU; the captures themselves are in tests/gpu."""
 
+import gc
 import random
 import types
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from speed_tier.speed import cuda_graph
 from speed_tier.speed.cuda_graph import NotCapturableError, flatten, with_tensors
+from speed_tier.speed.flags import FLAGS
+from speed_tier.tests.speed.process import full_state
 
 CPU = torch.device("cpu")
 
@@ -170,6 +173,17 @@ def test_launches_by_tritons_own_call_are_named(monkeypatch, kind):
         (hook[0] if kind == "chain" else hook)(types.SimpleNamespace(get=lambda: {"name": "rope"}))
     assert found == ["rope"]
     assert not runtime.launch_enter_hook
+
+
+def test_no_collection_inside_a_capture_and_the_flag_is_the_tables():
+    before = full_state()
+    with cuda_graph._no_collection():
+        assert not gc.isenabled()
+        assert FLAGS.held == ("gc.enabled",)
+    with pytest.raises(ValueError), cuda_graph._no_synchronisation():
+        assert FLAGS.held == ("cuda.sync_debug_mode",)
+        raise ValueError
+    assert full_state() == before and FLAGS.held == ()
 
 
 def test_the_installed_triton_offers_the_hook():

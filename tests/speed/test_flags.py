@@ -31,6 +31,7 @@ from speed_tier.tests.speed.process import full_state
 REPO = Path(__file__).resolve().parents[2]
 BY_NAME = {flag.name: flag for flag in FLAG_TABLE}
 OTHER_VALUES = {
+    "cuda.sync_debug_mode": 2,
     "matmul.tf32": TF32,
     "cudnn.tf32": Precision(False),
     "float32_matmul_precision": "high",
