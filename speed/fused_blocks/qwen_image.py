@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import _PROBE_TOKENS, FusedBlock, attention_of, is_table, rms_eps, turns
+from .base import PROBE_TOKENS, FusedBlock, attention_of, is_table, rms_eps, turns
 
 _NO_OPTIONS: dict[str, Any] = {}
 
@@ -153,11 +153,11 @@ class QwenImageBlock(FusedBlock):
             return torch.randn(*shape, device=device, dtype=dtype)
 
         return {
-            "hidden_states": random(1, _PROBE_TOKENS, width),
+            "hidden_states": random(1, PROBE_TOKENS, width),
             "encoder_hidden_states": random(1, text_tokens, width),
             "encoder_hidden_states_mask": None,
             "temb": random(1, self.block.img_mod[1].in_features),
-            "image_rotary_emb": turns(_PROBE_TOKENS + text_tokens, self.head_dim, device, dtype),
+            "image_rotary_emb": turns(PROBE_TOKENS + text_tokens, self.head_dim, device, dtype),
             "transformer_options": {},
         }
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import _PROBE_TOKENS, FusedBlock, _drift, attention_of, is_table, rms_eps, turns
+from .base import PROBE_TOKENS, FusedBlock, attention_of, drift_of, is_table, rms_eps, turns
 
 _NO_OPTIONS: dict[str, Any] = {}
 _HOSTS_EPS = "self.q_norm.eps if self.q_norm.eps is not None else torch.finfo(torch.float32).eps"
@@ -54,7 +54,7 @@ class ZImageBlock(FusedBlock):
         self.w1, self.w2, self.w3 = feed_forward.w1, feed_forward.w2, feed_forward.w3
         self.qk_eps = getattr(attention.q_norm, "eps", None)
         # Newer hosts do not leave the epsilon of q and k to torch.
-        if self.qk_eps is None and not _drift(type(attention).forward, (_HOSTS_EPS,)):
+        if self.qk_eps is None and not drift_of(type(attention).forward, (_HOSTS_EPS,)):
             self.qk_eps = torch.finfo(torch.float32).eps
 
     def problem(self, device: torch.device) -> str:
@@ -147,9 +147,9 @@ class ZImageBlock(FusedBlock):
         if self.modulation is not None:
             modulation = torch.randn(1, self.modulation[0].in_features, device=device, dtype=dtype)
         return {
-            "x": torch.randn(1, _PROBE_TOKENS, self.width, device=device, dtype=dtype),
+            "x": torch.randn(1, PROBE_TOKENS, self.width, device=device, dtype=dtype),
             "x_mask": None,
-            "freqs_cis": turns(_PROBE_TOKENS, self.head_dim, device).movedim(1, 2),
+            "freqs_cis": turns(PROBE_TOKENS, self.head_dim, device).movedim(1, 2),
             "adaln_input": modulation,
             "transformer_options": {},
         }

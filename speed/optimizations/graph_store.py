@@ -4,44 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from ..cuda_graph import Captured, CudaRecorder, Rehearsal, Timed
-
-
-class Recorder(Protocol):
-    """How calls are measured and captured; see `cuda_graph.CudaRecorder`."""
-
-    def refusal(self, device: torch.device) -> str: ...
-
-    def is_strict(self) -> bool: ...
-
-    def timed(self, call: Callable[[], Any], device: torch.device) -> Timed: ...
-
-    def peak_bytes(self, device: torch.device) -> int: ...
-
-    def rehearse(
-        self, call: Callable[[], Any], device: torch.device, known: Any, compiled: bool
-    ) -> Rehearsal: ...
-
-    def static_copies(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
-
-    def capture(
-        self,
-        call: Callable[[Sequence[Tensor]], Any],
-        inputs: list[Tensor],
-        device: torch.device,
-        keep: Sequence[Any],
-        like: Any,
-    ) -> tuple[Captured, Any]: ...
-
-    def trim(self, device: torch.device) -> None: ...
-
+from ..cuda_graph import Captured, CudaRecorder
 
 _CUDA: Final = CudaRecorder()
 
@@ -55,13 +25,13 @@ class GraphConfig:
         min_gain: time without over time with, below which a graph is not worth its memory.
         busy: share of a call's time that Python takes to issue it, below which the card is busy
             all the time.
-        recorder: measures and captures.
+        recorder: measures and captures; tests put a stand-in here.
     """
 
     max_graphs: int = 6
     min_gain: float = 1.01
     busy: float = 0.8
-    recorder: Recorder = _CUDA
+    recorder: CudaRecorder = _CUDA
 
 
 @dataclass

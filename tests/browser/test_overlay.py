@@ -82,7 +82,7 @@ def test_from_loading_to_done_in_every_tier(page: ComfyPage) -> None:
         assert run["timing"]["step_marks"] == ["compile" if compiled else "warm-up", "", "", ""]
         between = ["compiling", "sampling"] if compiled else []
         assert page.js("return window.phases") == ["loading", "sampling", *between, "report"]
-        # Draws are a quarter of a second apart: what is shorter than that may never be seen.
+        # Draws are 0.4 s apart: what is shorter than that may never be seen.
         seen = [t for t in page.js("return window.seen") if t not in ("loading", "first step")]
         steps = [text for text in seen if text.startswith("step ")]
         assert len(steps) >= 1
