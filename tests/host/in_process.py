@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,21 @@ def run_steps(
         line["name"]: Seen(torch.load(line["latents"]), line["graphs"], line["report"])
         for line in lines
     }
+
+
+def run_each(
+    steps_of: Callable[[str], list[Step]],
+    archs: Iterable[str],
+    make_folder: Callable[[str], Path],
+    environment: dict[str, str] | None = None,
+) -> dict[str, dict[str, Seen]]:
+    """Go through `steps_of(arch)` for every model at once, each in a process of its own."""
+    with ThreadPoolExecutor() as pool:
+        running = {
+            arch: pool.submit(run_steps, steps_of(arch), make_folder(arch), environment)
+            for arch in archs
+        }
+        return {arch: future.result() for arch, future in running.items()}
 
 
 class _Session:

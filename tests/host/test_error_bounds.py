@@ -5,13 +5,11 @@ The host's own classes with bf16 weights, one sampling step; fp32 has the same r
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from speed_tier.speed.bounds import allowed_error
 from speed_tier.speed.tiers import TIER_FEATURES, Tier
-from speed_tier.tests.host.in_process import Step, run_steps
+from speed_tier.tests.host.in_process import Step, run_each
 
 ARCHS = ("zimage", "qwen")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -56,12 +54,7 @@ def steps_of(arch):
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory):
     """All cases of both models, each model in a process of its own."""
-    with ThreadPoolExecutor() as pool:
-        running = {
-            arch: pool.submit(run_steps, steps_of(arch), tmp_path_factory.mktemp(arch))
-            for arch in ARCHS
-        }
-        return {arch: future.result() for arch, future in running.items()}
+    return run_each(steps_of, ARCHS, tmp_path_factory.mktemp)
 
 
 def error_of(seen, name):

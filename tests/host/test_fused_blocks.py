@@ -1,11 +1,9 @@
 """The host's own blocks beside their fused stand-ins, with the kernels in Triton's interpreter."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from speed_tier.speed.bounds import allowed_error
-from speed_tier.tests.host.in_process import Lora, Step, run_steps
+from speed_tier.tests.host.in_process import Lora, Step, run_each
 
 pytestmark = pytest.mark.host
 ARCHS = ("zimage", "qwen")
@@ -36,17 +34,7 @@ def steps_of(arch):
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory):
-    with ThreadPoolExecutor() as pool:
-        running = {
-            arch: pool.submit(
-                run_steps,
-                steps_of(arch),
-                tmp_path_factory.mktemp(arch),
-                {"TRITON_INTERPRET": "1"},
-            )
-            for arch in ARCHS
-        }
-        return {arch: future.result() for arch, future in running.items()}
+    return run_each(steps_of, ARCHS, tmp_path_factory.mktemp, {"TRITON_INTERPRET": "1"})
 
 
 def distance(got, expected):

@@ -4,11 +4,9 @@ The device is a stand-in that replays calls, so a replay's output is that of a p
 only if, everything that the forward reads is an argument, a weight or part of the signature.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
-from speed_tier.tests.host.in_process import Lora, Step, run_steps
+from speed_tier.tests.host.in_process import Lora, Step, run_each
 
 pytestmark = pytest.mark.host
 ARCHS = ("zimage", "qwen")
@@ -39,12 +37,7 @@ def steps_of(arch):
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory):
-    with ThreadPoolExecutor() as pool:
-        running = {
-            arch: pool.submit(run_steps, steps_of(arch), tmp_path_factory.mktemp(arch))
-            for arch in ARCHS
-        }
-        return {arch: future.result() for arch, future in running.items()}
+    return run_each(steps_of, ARCHS, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -6,11 +6,9 @@ and guards as it always does, and nothing waits for a code generator.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
-from speed_tier.tests.host.in_process import Lora, Step, run_steps
+from speed_tier.tests.host.in_process import Lora, Step, run_each
 
 FORCED = {"tf32": "on", "fused_qkv": "on"}
 KINDS = {
@@ -76,12 +74,7 @@ def session_steps(arch):
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory):
     """Both models through the whole walk, each in a process of its own."""
-    with ThreadPoolExecutor() as pool:
-        running = {
-            arch: pool.submit(run_steps, session_steps(arch), tmp_path_factory.mktemp(arch))
-            for arch in KINDS
-        }
-        return {arch: future.result() for arch, future in running.items()}
+    return run_each(session_steps, KINDS, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(params=KINDS)

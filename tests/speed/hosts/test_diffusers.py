@@ -14,7 +14,6 @@ from speed_tier.speed.optimizations import OPTIMIZATIONS
 from speed_tier.speed.optimizations.fused_qkv import FusedQkv
 from speed_tier.speed.optimizations.regional_compile import CompileConfig, RegionalCompile
 from speed_tier.speed.optimizations.tf32 import Tf32
-from speed_tier.speed.patching import active_patches
 from speed_tier.speed.report import State
 from speed_tier.speed.tiers import Switch
 from speed_tier.tests.speed import tiny
@@ -71,12 +70,7 @@ def own_forwards(model):
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-@pytest.fixture(autouse=True)
-def nothing_leaks():
-    before = full_state()
-    yield
-    assert full_state() == before
-    assert active_patches() == 0
+pytestmark = pytest.mark.usefixtures("process_as_found")
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -8,25 +8,19 @@ from speed_tier.speed.optimizations import call_mode, eager_patches
 from speed_tier.speed.optimizations.base import HostFacts
 from speed_tier.speed.optimizations.eager_patches import EagerPatches
 from speed_tier.speed.optimizations.regional_compile import CompileConfig, RegionalCompile
-from speed_tier.speed.patching import active_patches
 from speed_tier.tests.speed import tiny
 from speed_tier.tests.speed.fused_block_fake import FusedToy
-from speed_tier.tests.speed.process import full_state
 
 PATCHES = EagerPatches()
 BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def fused_toy(monkeypatch):
+def fused_toy(monkeypatch, process_as_found):
     """The toy family has a fused block, and the device can run it."""
     monkeypatch.setitem(eager_patches.FUSED_BLOCKS, "toy", FusedToy)
     monkeypatch.setattr(eager_patches, "kernel_refusal", lambda device: None)
     monkeypatch.setattr(FusedToy, "calls", 0)
-    before = full_state()
-    yield
-    assert full_state() == before
-    assert active_patches() == 0
 
 
 def model(**more):

@@ -11,7 +11,6 @@ from speed_tier.speed.optimizations.fused_qkv import FusedQkv, group_problem
 from speed_tier.speed.optimizations.regional_compile import CompileConfig, RegionalCompile
 from speed_tier.speed.patching import active_patches
 from speed_tier.tests.speed import tiny
-from speed_tier.tests.speed.process import full_state
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -41,12 +40,7 @@ def share_one_storage(tensors):
     return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
 
-@pytest.fixture(autouse=True)
-def nothing_leaks():
-    before = full_state()
-    yield
-    assert full_state() == before
-    assert active_patches() == 0
+pytestmark = pytest.mark.usefixtures("process_as_found")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -11,24 +11,14 @@ from speed_tier.speed.optimizations import call_mode, graph_capture
 from speed_tier.speed.optimizations.attention_backend import make_override
 from speed_tier.speed.optimizations.base import HostFacts
 from speed_tier.speed.optimizations.graph_capture import GraphCapture, GraphConfig
-from speed_tier.speed.patching import active_patches
 from speed_tier.tests.speed import tiny
-from speed_tier.tests.speed.optimizations.recording import Recorder, inputs, run
-from speed_tier.tests.speed.process import full_state
+from speed_tier.tests.speed.optimizations.recording import inputs, run
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks():
-    before = full_state()
+def nothing_leaks(process_as_found):
     yield
-    assert full_state() == before
-    assert active_patches() == 0
     assert not call_mode.MODE.eager_blocks and not call_mode.MODE.uninterrupted
-
-
-@pytest.fixture
-def recorder():
-    return Recorder()
 
 
 @pytest.fixture

@@ -1,23 +1,12 @@
 """Graphs of models whose blocks are compiled, and the choice between compiled and fused blocks."""
 
-import pytest
 import torch
 from speed_tier.speed.optimizations import graph_capture
 from speed_tier.speed.optimizations.base import HostFacts
 from speed_tier.speed.optimizations.graph_capture import GraphCapture, GraphConfig
 from speed_tier.speed.optimizations.regional_compile import CompileConfig, RegionalCompile
 from speed_tier.tests.speed import tiny
-from speed_tier.tests.speed.optimizations.recording import Recorder, inputs, run
-
-
-@pytest.fixture
-def recorder():
-    return Recorder()
-
-
-@pytest.fixture
-def graphs(recorder):
-    return GraphCapture(GraphConfig(recorder=recorder))
+from speed_tier.tests.speed.optimizations.recording import inputs, run
 
 
 def test_compiled_blocks_under_the_hosts_allocator(recorder):

@@ -2,21 +2,9 @@
 
 import pytest
 import torch
-from speed_tier.speed.optimizations.graph_capture import GraphCapture, GraphConfig
 from speed_tier.speed.optimizations.graph_rules import sizeless
 from speed_tier.tests.speed import tiny
-from speed_tier.tests.speed.optimizations.recording import Recorder
 from torch import nn
-
-
-@pytest.fixture
-def recorder():
-    return Recorder()
-
-
-@pytest.fixture
-def graphs(recorder):
-    return GraphCapture(GraphConfig(recorder=recorder))
 
 
 class Scaled(tiny.Toy):
