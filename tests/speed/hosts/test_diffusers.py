@@ -21,7 +21,10 @@ from speed_tier.tests.speed.process import full_state
 from speed_tier.tests.speed.tiny import Size, output
 from torch._dynamo.utils import counters
 
-pytestmark = pytest.mark.slow  # compiled blocks of both families, by Inductor too
+pytestmark = [
+    pytest.mark.usefixtures("process_as_found"),
+    pytest.mark.slow,
+]  # compiled blocks of both families, by Inductor too
 
 FORCED = {"tf32": Switch.ON, "fused_qkv": Switch.ON}
 ENGAGED = ["tf32", "fused_qkv", "regional_compile"]
@@ -68,9 +71,6 @@ def storages(model):
 
 def own_forwards(model):
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
-
-
-pytestmark = pytest.mark.usefixtures("process_as_found")
 
 
 @pytest.fixture(scope="module", params=CASES)
