@@ -157,6 +157,12 @@ class _Session:
 
         self.graphs: Any = GraphCapture(GraphConfig(recorder=Recorder()))
         self.models: dict[tuple[Any, ...], Any] = {}
+        self.weights: list[Any] = []
+
+    def keep_weights(self) -> None:
+        """No address is used twice: a graph made for other weights then never fits by chance."""
+        for model in self.models.values():
+            self.weights += [weight.detach() for weight in model.model.parameters()]
 
     def model(self, step: Step) -> Any:
         import torch
@@ -268,6 +274,7 @@ def main(host: str, folder: str) -> None:
     for step in steps:
         before, last = counters["stats"]["unique_graphs"], REPORTS.runs()[:1]
         latents = session.run(step)
+        session.keep_weights()
         ran = REPORTS.runs()[:1]
         path = Path(folder) / f"{step.name}.pt"
         torch.save(latents.clone(), path)
