@@ -16,6 +16,10 @@ _TIER_TOOLTIP = (
     "off: the host's own path, bit for bit. default: faster without waiting. "
     "max: as fast as the card allows after one short compile; rounds differently."
 )
+_CHECK_TOOLTIP = (
+    "Compare the first call of every size with the untiered path, and drop what is at fault. "
+    "Costs about two calls once."
+)
 FEATURE_TOOLTIPS = {
     "attention_backend": "Run attention with the fused kernel that measures fastest on this card.",
     "cudnn_benchmark": "Let cudnn measure its convolution algorithms. The transformer has none.",
@@ -36,9 +40,11 @@ def apply_tier(
     unique_id: str | None,
     is_gguf: bool = False,
     settings: dict[str, dict[str, Any]] | None = None,
+    self_check: bool = True,
 ) -> Any:
     """A clone of `model` in a tier, whose runs report to the node `unique_id`."""
-    request = TierRequest(resolve_tier(tier, is_gguf), switches, configured(settings or {}))
+    table = configured(settings or {})
+    request = TierRequest(resolve_tier(tier, is_gguf), switches, table, self_check)
     opener = routes.opener_for(str(unique_id or ""), _server())
     return comfy.tier_clone(model, request, opener)
 
@@ -96,7 +102,10 @@ class SpeedTierAdvanced:
         }
         return {
             "required": {**required, **switches},
-            "optional": {"dequant_cache_gib": ("FLOAT", budget)},
+            "optional": {
+                "dequant_cache_gib": ("FLOAT", budget),
+                "self_check": ("BOOLEAN", {"default": True, "tooltip": _CHECK_TOOLTIP}),
+            },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
@@ -106,8 +115,12 @@ class SpeedTierAdvanced:
         tier: str,
         unique_id: str | None = None,
         dequant_cache_gib: float = DEQUANT_CACHE_GIB,
+        self_check: bool = True,
         **switches: str,
     ) -> tuple[Any]:
         chosen = {name: Switch(value) for name, value in switches.items()}
         settings = {"dequant_cache": {"budget_gib": dequant_cache_gib}}
-        return (apply_tier(model, tier, chosen, unique_id, settings=settings),)
+        tiered = apply_tier(
+            model, tier, chosen, unique_id, settings=settings, self_check=self_check
+        )
+        return (tiered,)

@@ -6,7 +6,8 @@ first denoiser call, when the weights are loaded, the run
     1. recognises the family,
     2. takes the plan from the tier,
     3. checks and installs each optimization in order, acquiring its process-wide flags,
-    4. and from then on wraps every call: patches in, call, patches out.
+    4. compares the first call of every size with the untiered path,
+    5. and from then on wraps every call: patches in, call, patches out.
 
 When the run ends everything is undone in reverse and what was measured becomes the report.
 
@@ -16,27 +17,27 @@ and a merge under TF32 would stay in the weights after the run.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from . import self_check
+from .engagement import Call, Engagement, compile_facts, model_facts
 from .env import capabilities, disabled_features, versions
-from .families import detect_family, not_ours
+from .errors import NotFiniteError
+from .families import detect_family
 from .families.base import Family
 from .flags import FLAGS, describe, snapshot
 from .optimizations import OPTIMIZATIONS
-from .optimizations.base import Context, Handle, HostFacts, Optimization
-from .patching import PatchSet
-from .report import REPORTS, CompileFacts, FeatureOutcome, ModelFacts, Report, State, Timing
+from .optimizations.base import Context, Optimization
+from .report import REPORTS, CompileFacts, Report, Timing
 from .tiers import ResolvedTier, Switch, Tier, planned_features
 from .timing import StepClock, first_step_tax_s, steady_step_s
 
@@ -74,55 +75,17 @@ class TierRequest:
         resolved: The tier.
         switches: Per-feature choices of the Advanced node, by feature name.
         optimizations: The table to take features from; tests pass their own.
+        self_check: Compare first calls with the untiered path, watch later ones.
     """
 
     resolved: ResolvedTier
     switches: Mapping[str, Switch] = field(default_factory=dict)
     optimizations: tuple[Optimization, ...] = OPTIMIZATIONS
+    self_check: bool = True
 
     @property
     def is_off(self) -> bool:
         return self.resolved.tier is Tier.OFF and Switch.ON not in self.switches.values()
-
-
-@dataclass(frozen=True)
-class Call:
-    """One denoiser call, as the host hands it over.
-
-    Attributes:
-        denoiser: The transformer about to be called.
-        device: Where it computes.
-        dtype: Dtype of its activations.
-        latent_shape: (B, C, [T,] H, W).
-        text_tokens: Length of the text condition.
-        host: What only the host knows.
-    """
-
-    denoiser: nn.Module
-    device: torch.device
-    dtype: torch.dtype
-    latent_shape: tuple[int, ...]
-    text_tokens: int = 0
-    host: HostFacts = field(default_factory=HostFacts)
-
-
-@dataclass
-class Engagement:
-    """What is installed for one denoiser in one run."""
-
-    handles: dict[str, Handle]
-    outcomes: list[FeatureOutcome]
-    model: ModelFacts
-    patches: PatchSet
-    options: dict[str, Any]
-
-    @contextlib.contextmanager
-    def around_call(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for handle in self.handles.values():
-                stack.enter_context(handle.scope())
-            stack.enter_context(self.patches)
-            yield
 
 
 class TieredModel:
@@ -145,6 +108,7 @@ class TieredModel:
             reason += f", with {', '.join(on)} switched on"
         report = Report(resolved.asked, resolved.tier.value, reason, versions=versions())
         known = {optimization.name for optimization in self.request.optimizations}
+        known.add(self_check.NAME)
         if unknown := sorted(disabled_features() - known):
             report.notes.append(f"SPEED_TIER_DISABLE names no feature: {', '.join(unknown)}")
         return report
@@ -184,6 +148,11 @@ class Run:
         self._tokens = tokens
         self._run_tokens: list[int] = []
         self._engagements: dict[int, Engagement] = {}
+        self._retired: list[Engagement] = []
+        self._check = self._new_check()
+        self._watch = self_check.FiniteWatch()
+        self._known: dict[int, self_check.Known] = {}
+        self._dropped_before: dict[int, frozenset[str]] = {}
         self._lock = threading.RLock()
         self._closed = False
         self._step_marks: list[str] = []
@@ -207,47 +176,96 @@ class Run:
         if not self.report.latent_shape:
             self.report.latent_shape = list(call.latent_shape)
         engagement = self._engagement(call)
-        with engagement.around_call():
-            return invoke(engagement.options)
+        if self._check is not None and self._check.is_due(call, engagement):
+            output = self._compared(self._check, call, engagement, invoke)
+        else:
+            with engagement.around_call():
+                output = invoke(engagement.options)
+        if self._check is not None and engagement.handles:
+            self._watch.add(output)
+        return output
+
+    def _new_check(self) -> self_check.SelfCheck | None:
+        wanted = self.request.self_check and not self.request.is_off
+        if not wanted or self_check.NAME in disabled_features():
+            return None
+        return self_check.SelfCheck(self._engage, self._disengage)
+
+    def _compared(
+        self,
+        check: self_check.SelfCheck,
+        call: Call,
+        engagement: Engagement,
+        invoke: Callable[[Mapping[str, Any]], T],
+    ) -> T:
+        detected = detect_family(call.denoiser)
+        assert detected is not None, "something engaged on a model of no known family"
+        output: T
+        output, now = check.compare(call, detected[0], engagement, invoke)
+        if now is not engagement:
+            self.publish("engaged", self._engaged_facts)
+        return output
 
     def _engagement(self, call: Call) -> Engagement:
         with self._lock:
             found = self._engagements.get(id(call.denoiser))
             if found is None:
-                # What is measured or compared draws random inputs; the sampler's numbers are not
-                # to depend on that.
-                devices = [call.device] if call.device.type == "cuda" else []
-                with torch.random.fork_rng(devices=devices):
-                    found = self._engagements[id(call.denoiser)] = self._engage(call)
+                found = self._engage(call)
                 self.report.flags["during"] = describe(snapshot())
                 self.report.model = found.model
                 self.publish("engaged", self._engaged_facts)
             return found
 
-    def _engage(self, call: Call) -> Engagement:
+    def _engage(self, call: Call, only: Sequence[str] | None = None) -> Engagement:
+        """Install what the tier plans for `call.denoiser`, or of that the features in `only`."""
+        # What is measured or compared draws random inputs; the sampler's numbers are not to
+        # depend on that.
+        devices = [call.device] if call.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            return self._engage_each(call, only)
+
+    def _engage_each(self, call: Call, only: Sequence[str] | None) -> Engagement:
         detected = detect_family(call.denoiser)
-        model = _model_facts(call, detected)
+        engagement = Engagement(model_facts(call, detected))
         wanted = planned_features(self.request.resolved.tier, dict(self.request.switches))
-        engagement = Engagement({}, [], model, PatchSet(()), {})
         # Known to `close` from here on: an interrupt may come while the next one installs.
         self._engagements[id(call.denoiser)] = engagement
+        dropped = self._dropped(call)
         for optimization in self.request.optimizations:
             name = optimization.name
             if name not in wanted:
                 if self.request.switches.get(name) is Switch.OFF:
-                    _skip(engagement, optimization, "switched off in Speed Tier (Advanced)")
+                    engagement.skip(optimization, "switched off in Speed Tier (Advanced)")
                 continue
             if detected is None:
-                _skip(engagement, optimization, model.note)
+                engagement.skip(optimization, engagement.model.note)
             elif name in disabled_features():
-                _skip(engagement, optimization, "switched off by SPEED_TIER_DISABLE")
-            else:
+                engagement.skip(optimization, "switched off by SPEED_TIER_DISABLE")
+            elif name in dropped:
+                reason = f"dropped by the self-check: {dropped[name]}"
+                earlier = name in self._dropped_before[id(call.denoiser)]
+                (engagement.skip if earlier else engagement.fell_back)(optimization, reason)
+            elif only is None or name in only:
                 ctx = self._context(call, detected, name, tuple(engagement.handles))
                 self._install(engagement, optimization, ctx)
-        handles = engagement.handles.values()
-        engagement.patches = PatchSet([patch for handle in handles for patch in handle.patches])
-        engagement.options = {k: v for handle in handles for k, v in handle.options.items()}
+        engagement.seal()
         return engagement
+
+    def _dropped(self, call: Call) -> Mapping[str, str]:
+        """What the self-check found at fault in this model, with the reasons."""
+        if self._check is None:
+            return {}
+        known = self._known.setdefault(id(call.denoiser), self_check.known_of(call.denoiser))
+        self._dropped_before.setdefault(id(call.denoiser), frozenset(known.dropped))
+        return known.dropped
+
+    def _disengage(self, engagement: Engagement) -> None:
+        """Take everything out again in mid-run, the flags as well."""
+        _take_out(engagement)
+        for token in reversed(engagement.flag_tokens):
+            self._let_go(token)
+        engagement.flag_tokens.clear()
+        self._retired.append(engagement)
 
     def _context(
         self, call: Call, detected: tuple[Family, str], name: str, engaged: tuple[str, ...]
@@ -273,11 +291,11 @@ class Run:
         handle = None
         try:
             if reason := optimization.check(ctx):
-                _skip(engagement, optimization, reason)
+                engagement.skip(optimization, reason)
                 return
             handle = optimization.install(ctx)
             if handle.flags:
-                self._hold(FLAGS.acquire(handle.flags))
+                engagement.flag_tokens.append(self._hold(FLAGS.acquire(handle.flags)))
         except Exception as error:
             if _is_interrupt(error):
                 raise
@@ -286,16 +304,20 @@ class Run:
             log.warning("%s could not engage: %s", optimization.name, error)
             log.debug("%s failed", optimization.name, exc_info=True)
             said = " ".join(str(error).split())[:200]  # a compiler's goes over twenty lines
-            _skip(engagement, optimization, f"could not engage: {type(error).__name__}: {said}")
+            engagement.skip(optimization, f"could not engage: {type(error).__name__}: {said}")
             return
-        engagement.handles[optimization.name] = handle
-        engagement.outcomes.append(
-            FeatureOutcome(optimization.name, State.ENGAGED, fidelity=optimization.fidelity.value)
-        )
+        engagement.engaged(optimization, handle)
 
-    def _hold(self, token: int) -> None:
+    def _hold(self, token: int) -> int:
         self._tokens.append(token)
         self._run_tokens.append(token)
+        return token
+
+    def _let_go(self, token: int) -> None:
+        FLAGS.release(token)
+        for tokens in (self._tokens, self._run_tokens):
+            if token in tokens:
+                tokens.remove(token)
 
     def _compiling(self, kind: str, index: int, count: int) -> None:
         self.publish("phase", {"phase": "compiling", "block": kind, "index": index, "count": count})
@@ -304,13 +326,54 @@ class Run:
         self.clock.mark_loaded()
 
     def mark_step(self, step: int, total: int) -> None:
-        """One sampling step is queued; `step` counts from 1."""
+        """One sampling step is queued; `step` counts from 1.
+
+        Raises:
+            NotFiniteError: An earlier step gave values that are not finite, and the run can begin
+                again.
+        """
         self.clock.mark_step()
         compiles = sum(kind.compiles + kind.failed for kind in self._compiled().kinds)
         first = "" if self._step_marks else "warm-up"
         self._step_marks.append("compile" if compiles > self._compiles_seen else first)
         self._compiles_seen = compiles
         self.publish("step", lambda: self._step_facts(step, total))
+        if self._may_start_again() and self._watch.is_broken():
+            raise NotFiniteError("a step gave values that are not finite")
+
+    def _may_start_again(self) -> bool:
+        """Whether values that are not finite would be worth a second try."""
+        known = self._known.values()
+        first = self._check is not None and not self._check.every_call
+        return first and not any(one.off_not_finite for one in known)
+
+    def ended_broken(self) -> bool:
+        """Whether the last step is in and a step gave values that are not finite."""
+        return self._may_start_again() and self._watch.ended_broken()
+
+    def start_again(self) -> None:
+        """The sampler begins again at its first step; now every call is compared with off."""
+        assert self._check is not None
+        facts = self._check.facts
+        facts.restarts += 1
+        facts.notes.append(
+            "a step gave values that are not finite; the run began again from its first step, "
+            "every call beside off"
+        )
+        self._check.every_call = True
+        if facts.unchecked:
+            self._drop_everything(facts.unchecked)
+        self._watch.forget()
+        self._step_marks.clear()
+        self.clock.start_again()
+
+    def _drop_everything(self, unchecked: str) -> None:
+        """Calls cannot be compared here, so nobody knows which feature it was."""
+        reason = f"values that are not finite, where calls cannot be compared: {unchecked}"
+        for number, engagement in self._engagements.items():
+            self._known[number].dropped.update(dict.fromkeys(engagement.handles, reason))
+            self._disengage(engagement)
+        self._engagements.clear()
 
     def _engaged_facts(self) -> dict[str, Any]:
         return {
@@ -341,12 +404,7 @@ class Run:
         )
 
     def _compiled(self) -> CompileFacts:
-        facts = CompileFacts()
-        for engagement in self._engagements.values():
-            for handle in engagement.handles.values():
-                if (more := handle.compile_facts()) is not None:
-                    facts = _joined(facts, more)
-        return facts
+        return compile_facts([*self._retired, *self._engagements.values()])
 
     def close(self, outcome: str, error: str = "") -> Report:
         """End the run: undo everything in reverse, measure, file the report. Idempotent."""
@@ -354,11 +412,7 @@ class Run:
             return self.report
         self._closed = True
         for engagement in self._engagements.values():
-            for name, handle in reversed(engagement.handles.items()):
-                try:
-                    handle.remove()
-                except Exception:  # the flags and the other handles still have to go back
-                    log.exception("%s could not be taken out", name)
+            _take_out(engagement)
         self.restore_flags()
         self.clock.finish()
         self._fill_report(outcome, error)
@@ -371,10 +425,7 @@ class Run:
     def restore_flags(self) -> None:
         """Give back every flag this run holds, newest first."""
         while self._run_tokens:
-            token = self._run_tokens.pop()
-            FLAGS.release(token)
-            if token in self._tokens:
-                self._tokens.remove(token)
+            self._let_go(self._run_tokens[-1])
 
     def _outcomes(self) -> list[dict[str, str]]:
         return [
@@ -390,10 +441,12 @@ class Run:
         report.timing = self._timing(clock.steps_s())
         for engagement in self._engagements.values():
             report.model = engagement.model
-            report.features = _settled(engagement)
+            report.features = engagement.settled()
             for handle in engagement.handles.values():
                 report.graphs = handle.graph_facts() or report.graphs
         report.compile = self._compiled()
+        if self._check is not None:
+            report.check = self._check.facts
         report.flags["after"] = describe(snapshot())
         if clock.device.type == "cuda" and torch.cuda.is_available():
             report.peak_bytes = self._peak_bytes(clock.device)
@@ -407,64 +460,12 @@ class Run:
         return counted + sum(handle.uncounted_bytes for handle in handles)
 
 
-_numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-_next_number = itertools.count(1)
-
-
-def _model_number(denoiser: nn.Module) -> int:
-    if denoiser not in _numbers:
-        _numbers[denoiser] = next(_next_number)
-    return _numbers[denoiser]
-
-
-def _model_facts(call: Call, detected: tuple[Family, str] | None) -> ModelFacts:
-    facts = ModelFacts(
-        class_name=type(call.denoiser).__name__,
-        dtype=str(call.dtype).removeprefix("torch."),
-        device=str(call.device),
-        compiled_by=call.host.compiled_by,
-        number=_model_number(call.denoiser),
-    )
-    if detected is None:
-        facts.note = not_ours(call.denoiser)
-    else:
-        facts.family, facts.stack = detected[0].name, detected[1]
-    return facts
-
-
-def _skip(engagement: Engagement, optimization: Optimization, reason: str) -> None:
-    engagement.outcomes.append(
-        FeatureOutcome(
-            optimization.name, State.SKIPPED, reason=reason, fidelity=optimization.fidelity.value
-        )
-    )
-
-
-def _settled(engagement: Engagement) -> list[FeatureOutcome]:
-    """Outcomes with what became known while the run went on."""
-    for outcome in engagement.outcomes:
-        handle = engagement.handles.get(outcome.name)
-        if handle is None:
-            continue
-        outcome.note = handle.note
-        if handle.fell_back:
-            outcome.state, outcome.reason = State.FELL_BACK, handle.fell_back
-        elif handle.not_used:
-            outcome.state, outcome.reason = State.SKIPPED, handle.not_used
-    return engagement.outcomes
-
-
-def _joined(first: CompileFacts, second: CompileFacts) -> CompileFacts:
-    breaks = dict(first.graph_breaks)
-    for reason, count in second.graph_breaks.items():
-        breaks[reason] = breaks.get(reason, 0) + count
-    return CompileFacts(
-        kinds=first.kinds + second.kinds,
-        graphs=first.graphs + second.graphs,
-        recompiles=first.recompiles + second.recompiles,
-        graph_breaks=breaks,
-        seconds=first.seconds + second.seconds,
-    )
+def _take_out(engagement: Engagement) -> None:
+    for name, handle in reversed(engagement.handles.items()):
+        try:
+            handle.remove()
+        except Exception:  # the flags and the other handles still have to go back
+            log.exception("%s could not be taken out", name)
 
 
 def _is_interrupt(error: Exception) -> bool:

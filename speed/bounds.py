@@ -6,6 +6,7 @@ from fp32. So the measure is not the distance to `off` but the distance of both 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -29,3 +30,35 @@ def allowed_error(off_error: float, dtype: torch.dtype) -> float:
         dtype: Dtype the model computes in.
     """
     return ERROR_FACTOR * off_error + ERROR_FLOOR[dtype]
+
+
+@dataclass(frozen=True)
+class CheckBounds:
+    """How far the self-check lets a tiered tensor be from the untiered one.
+
+    Attributes:
+        stream: Of a block, share of its output's norm: both round a residual stream.
+        update: Of a block, in addition, share of the norm of what it adds to its input.
+        gain: Of a block, how far its scale may be off: rounding goes both ways, a fault does not.
+        output: Of the whole forward, relative; two right answers drift apart over the depth.
+    """
+
+    stream: float
+    update: float
+    gain: float
+    output: float
+
+
+_TF32: Final = CheckBounds(stream=1e-3, update=1e-2, gain=2e-3, output=3e-2)
+CHECK_BOUNDS: Final[dict[torch.dtype, CheckBounds]] = {
+    torch.float32: CheckBounds(stream=1e-5, update=1e-4, gain=2e-5, output=1e-3),
+    torch.float16: CheckBounds(stream=1e-3, update=1e-2, gain=2e-3, output=3e-2),
+    torch.bfloat16: CheckBounds(stream=8e-3, update=4e-2, gain=8e-3, output=1.5e-1),
+}
+
+
+def check_bounds(dtype: torch.dtype, with_tf32: bool) -> CheckBounds:
+    """The self-check's bounds for a model that computes in `dtype`."""
+    if dtype == torch.float32 and with_tf32:
+        return _TF32
+    return CHECK_BOUNDS.get(dtype, CHECK_BOUNDS[torch.bfloat16])

@@ -19,3 +19,7 @@ class KernelConstraintError(SpeedTierError):
 
 class GGUFFileError(SpeedTierError):
     """A GGUF file is damaged, incomplete, of a kind that cannot be used, or not GGUF at all."""
+
+
+class NotFiniteError(SpeedTierError):
+    """A tiered step gave NaN or infinity: the sampler is to begin again. Never seen by users."""

@@ -149,6 +149,29 @@ class GraphFacts:
 
 
 @dataclass
+class CheckFacts:
+    """The self-check of one run.
+
+    Attributes:
+        calls, blocks: Denoiser calls compared with the untiered path, and blocks in them.
+        block_error, output_error: Largest relative distance of a block, and of a whole call.
+        seconds: What all comparisons cost.
+        restarts: How often the run began again after values that are not finite.
+        unchecked: Why calls were not compared, "" if all were.
+        notes: What else it saw.
+    """
+
+    calls: int = 0
+    blocks: int = 0
+    block_error: float = 0.0
+    output_error: float = 0.0
+    seconds: float = 0.0
+    restarts: int = 0
+    unchecked: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Notice:
     """What a person should be told once, not only find in the report.
 
@@ -182,6 +205,7 @@ class Report:
     timing: Timing = field(default_factory=Timing)
     compile: CompileFacts = field(default_factory=CompileFacts)
     graphs: GraphFacts = field(default_factory=GraphFacts)
+    check: CheckFacts = field(default_factory=CheckFacts)
     latent_shape: list[int] = field(default_factory=list)
     text_tokens: int = 0
     sampler: str = ""
@@ -346,6 +370,7 @@ def _timing_lines(report: Report) -> list[str]:
             f"CUDA graphs: {graphs.captured} captured in this run, {graphs.kept} kept "
             f"({graphs.pool_bytes / 2**30:.2f} GiB), {graphs.replayed} calls replayed"
         )
+    lines += _check_lines(report.check)
     lines += [f"graph break x{n}: {reason}" for reason, n in compiled.graph_breaks.items()]
     if report.speedup_against_off is not None:
         lines.append(
@@ -357,6 +382,19 @@ def _timing_lines(report: Report) -> list[str]:
             f"the first-step tax is paid back by {count} image{'s' * (count != 1)} like this"
         )
     return lines
+
+
+def _check_lines(check: CheckFacts) -> list[str]:
+    lines = []
+    if check.calls:
+        lines.append(
+            f"self-check: {check.calls} call{'s' * (check.calls != 1)} compared with off in "
+            f"{check.seconds:.2f} s; blocks at most {check.block_error:.2%} from off's, "
+            f"the whole {check.output_error:.2%}"
+        )
+    if check.unchecked:
+        lines.append(f"self-check: not compared with off: {check.unchecked}")
+    return lines + [f"self-check: {note}" for note in check.notes]
 
 
 def _kind_text(kind: CompiledKind) -> str:

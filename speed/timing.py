@@ -68,6 +68,11 @@ class StepClock:
     def mark_step(self) -> None:
         self._steps.append(Mark(self.device))
 
+    def start_again(self) -> None:
+        """The steps begin anew; the run as a whole began when it did."""
+        self._first = None
+        self._steps.clear()
+
     def finish(self) -> None:
         """Waits for the device once; the host does the same when it reads the result."""
         if self._steps:

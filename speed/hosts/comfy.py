@@ -4,6 +4,7 @@ Everything hangs on the clone's wrappers and callbacks, under one key:
 
     OUTER_SAMPLE   opens and closes the run; the only hook that is left after every exception,
                    interrupt and out-of-memory
+    SAMPLER_SAMPLE lets the sampler begin again after values that are not finite
     ON_PRE_RUN     the weights are in place
     APPLY_MODEL    engages, calls, disengages; the denoiser is looked up on the module that is
                    called, because some hosts run a clone on another module
@@ -28,6 +29,7 @@ import torch
 from torch import nn
 
 from ..apply import Call, Publish, Run, TieredModel, TierRequest
+from ..errors import NotFiniteError
 from ..optimizations.base import HostFacts
 from ..patching import Patch, PatchSet
 from ..report import Report
@@ -65,7 +67,7 @@ def remove_tier(patcher: Any) -> None:
     """Take an earlier tier off a clone that is ours to change."""
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-    for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
+    for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.APPLY_MODEL):
         patcher.remove_wrappers_with_key(kind, KEY)
     for kind in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_DETACH):
         patcher.remove_callbacks_with_key(kind, KEY)
@@ -75,6 +77,7 @@ def _attach(patcher: Any, session: _Session) -> None:
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.outer_sample)
+    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, session.sampler_sample)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, session.apply_model)
     patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, session.on_pre_run)
     patcher.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, session.on_detach)
@@ -137,6 +140,29 @@ class _Session:
             self._runs.remove(run)
             run.close(outcome, error)
 
+    def sampler_sample(
+        self,
+        executor: Any,
+        guider: Any,
+        sigmas: torch.Tensor,
+        extra_args: dict[str, Any],
+        callback: Any,
+        noise: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        run = self._runs[-1] if self._runs else None
+        if run is None:
+            return executor(guider, sigmas, extra_args, callback, noise, *args, **kwargs)
+        first_noise, random_state = noise.clone(), _random_state()
+        with contextlib.suppress(NotFiniteError):
+            samples = executor(guider, sigmas, extra_args, callback, noise, *args, **kwargs)
+            if not run.ended_broken():
+                return samples
+        run.start_again()
+        _set_random_state(random_state)
+        return executor(guider, sigmas, extra_args, callback, first_noise, *args, **kwargs)
+
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -147,7 +173,7 @@ class _Session:
         if run is None or not isinstance(options, dict):
             return executor(x, t, *args, **kwargs)
         context = kwargs.get("c_crossattn", args[1] if len(args) > 1 else None)
-        call = _describe_call(executor.class_obj, x, context, options)
+        call = _describe_call(executor.class_obj, x, context, options, kwargs)
 
         def invoke(extra: Mapping[str, Any]) -> torch.Tensor:
             added = [name for name in extra if name not in options]
@@ -186,13 +212,50 @@ def _step_callback(run: Run, callback: Callable[..., Any] | None) -> Callable[..
     return on_step
 
 
-def _describe_call(model: Any, x: torch.Tensor, context: Any, options: dict[str, Any]) -> Call:
+def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda
+
+
+def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
+
+
+def _describe_call(
+    model: Any, x: torch.Tensor, context: Any, options: dict[str, Any], others: Mapping[str, Any]
+) -> Call:
     denoiser = model.diffusion_model
     manual_cast = getattr(model, "manual_cast_dtype", None)
     dtype = manual_cast if manual_cast is not None else getattr(denoiser, "dtype", x.dtype)
     shape = tuple(x.shape) if x.ndim >= 4 else (x.shape[0], 1, 1, x[0].numel())
     tokens = int(context.shape[1]) if isinstance(context, torch.Tensor) and context.ndim > 2 else 0
-    return Call(denoiser, x.device, dtype, shape, tokens, _host_facts(model, x, denoiser, options))
+    facts = _host_facts(model, x, denoiser, options)
+    given = tuple(
+        (name, tuple(value.shape) if isinstance(value, torch.Tensor) else None)
+        for name, value in others.items()
+        if value is not None and name not in _NOT_IN_SIGNATURE
+    )
+    weights = getattr(getattr(model, "current_patcher", None), "patches_uuid", None)
+    return Call(denoiser, x.device, dtype, shape, tokens, facts, given, weights)
+
+
+# The prompt's length is stated by itself, and the options hold what changes at every step.
+_NOT_IN_SIGNATURE: Final = frozenset({"c_crossattn", "attention_mask", "transformer_options"})
+
+
+def _participant(options: dict[str, Any]) -> str:
+    """Who, beside the model, computes inside a call and may count how often; or ""."""
+    wrappers = options.get("wrappers", {})
+    inside = [key for key, held in wrappers.get("diffusion_model", {}).items() if held]
+    inside += [k for k, held in wrappers.get("apply_model", {}).items() if held and k != KEY]
+    inside = [str(key) for key in inside if key != _HOST_COMPILE_KEY]
+    if inside:
+        return f"a wrapper of another node takes part in every call ({inside[0]})"
+    if options.get("patches_replace"):
+        return "another node replaces parts of the model"
+    return ""
 
 
 def _host_facts(
@@ -217,6 +280,7 @@ def _host_facts(
         hold_interrupts=_hold_interrupts,
         norm_weight=_norm_weight,
         state_folder=_state_folder(),
+        participant=_participant(options),
     )
 
 

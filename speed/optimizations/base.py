@@ -40,6 +40,7 @@ class HostFacts:
         hold_interrupts: While entered, a cancel waits.
         norm_weight: (norm, input) to a context in which the norm's weight is where the input is.
         state_folder: Where the pack may keep files between processes, None = nowhere.
+        participant: Who else acts inside the forward and may not be called twice, "" if nobody.
     """
 
     compiled_by: str = ""
@@ -51,6 +52,7 @@ class HostFacts:
     hold_interrupts: Callable[[], contextlib.AbstractContextManager[object]] | None = None
     norm_weight: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None
     state_folder: Path | None = None
+    participant: str = ""
 
 
 @dataclass(frozen=True)

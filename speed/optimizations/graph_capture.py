@@ -2,7 +2,8 @@
 
 Changes: a denoiser call that looks like an earlier one is replayed from a graph.
 Faster because: the host's Python and the launches of every kernel are paid once.
-Fidelity: bit-identical to the call it was captured from, compared before it is used.
+Fidelity: bit-identical, compared with the call it was captured from and, on other inputs, with
+the call that its first replay takes the place of.
 Process-wide: nothing; graphs hold device memory until the model unloads or its weights change.
 Declines: per call, on anything a graph cannot follow (control, patches, hooks, weights off the
 card, wrappers of others); per signature, where it does not measure faster.
@@ -67,6 +68,7 @@ class GraphedForward:
         self.counts: Counter[str] = Counter()
         self.replayed = 0
         self.captured: list[Entry] = []
+        self.wrong = ""
         self.peak_bytes = 0
         self._denoiser = context.denoiser
         self._device = context.device
@@ -112,11 +114,11 @@ class GraphedForward:
             return self._uncaptured(str(reason), args, kwargs)
         if not self._store.follow(self._weights.addresses()) or self._away is None:
             self._away = self._weights.away(self._device)
-        if self._away:
-            return self._uncaptured(self._away, args, kwargs)
+        if problem := self._away or self._store.wrong:
+            return self._uncaptured(problem, args, kwargs)
         entry = self._store.entry(signature)
         if entry.captured is not None:
-            return self._replayed(entry, entry.captured, tensors)
+            return self._replayed(entry, entry.captured, tensors, args, kwargs)
         if entry.reason == _NO_ROOM and entry.last_run != self._run:
             entry.reason = ""
         if entry.reason:
@@ -161,12 +163,22 @@ class GraphedForward:
             raise NotCapturableError(f"an argument is on {', '.join(sorted(away))}")
         return tuple(parts)
 
-    def _replayed(self, entry: Entry, captured: Captured, tensors: list[Tensor]) -> Any:
+    def _replayed(
+        self, entry: Entry, captured: Captured, tensors: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
         self._is_cancelled()  # raises; a replay passes none of the places where the host asks
         self.replayed += 1
         if entry.graph_ms:
             return captured.replay(tensors)
         timed = self._timed(lambda: captured.replay(tensors))
+        # The inputs have changed since the capture: what was not copied into the graph shows now.
+        with call_mode.eager_blocks(self._without_compiler()):
+            expected = self._plain(*args, **kwargs)
+        if not _same(timed.output, expected):
+            log.warning("a replayed CUDA graph gave another output than its call; none is used")
+            self.wrong = self._store.wrong = "a replay did not give what the call itself gives"
+            self._store.drop()
+            return expected
         entry.graph_ms = timed.ms
         if self._comparison:
             self._measurements.put(self._comparison, entry.before_ms, timed.ms)
@@ -319,6 +331,7 @@ class _GraphHandle(Handle):
         if self.forward is None or self.store is None:
             return
         self._explain(self.forward)
+        self.fell_back = self.forward.wrong
         self.peak_bytes = self.forward.peak_bytes
         # Under cudaMallocAsync a graph's memory is the driver's, and its own.
         if self.store.graphs() and self.store.config.recorder.is_strict():
@@ -355,6 +368,9 @@ class GraphCapture:
             return "dynamic VRAM moves weights between calls"
         if context.host.compiled_by:
             return f"{context.host.compiled_by} compiles this model"
+        kept = _kept.get(context.denoiser)
+        if kept is not None and kept.wrong:
+            return f"dropped for this model: {kept.wrong}"
         return Weights(context.denoiser).problem_of_run(context.device) or None
 
     def install(self, context: Context) -> Handle:

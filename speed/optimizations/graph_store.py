@@ -71,6 +71,7 @@ class GraphStore:
         self.rehearsed: dict[Hashable, list[Tensor]] = {}
         self.weights: Hashable = None
         self.runs = 0
+        self.wrong = ""  # why this model gets no graph any more
         self.lock = threading.RLock()
 
     def follow(self, weights: Hashable) -> bool:

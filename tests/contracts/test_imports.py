@@ -12,7 +12,11 @@ ROOMS = {
     "surface": {"apply", "tiers", "report", "errors"},  # speed/__init__.py: re-exports
     "apply": {
         *("optimizations", "families", "kernels", "gguf", "patching", "flags", "probe", "tiers"),
-        *("timing", "report", "env", "errors"),
+        *("timing", "report", "engagement", "self_check", "env", "errors"),
+    },
+    "engagement": {"optimizations", "families", "patching", "report", "env", "errors"},
+    "self_check": {
+        *("engagement", "bounds", "families", "flags", "patching", "report", "env", "errors"),
     },
     "hosts": {
         *("gguf", "kernels", "families", "patching", "flags", "timing", "report"),

@@ -101,3 +101,11 @@ def test_the_opener_knows_the_node(cloned, host):
     publish("phase", {})
     assert report.node_id == "9"
     assert len(host.sent) == 1
+
+
+def test_the_self_check_is_on_and_can_be_switched_off(cloned):
+    kind, options = SpeedTierAdvanced.INPUT_TYPES()["optional"]["self_check"]
+    assert (kind, options["default"]) == ("BOOLEAN", True)
+    SpeedTierAdvanced().apply("a model", "default", "9")
+    SpeedTierAdvanced().apply("a model", "default", "9", self_check=False)
+    assert [request.self_check for _, request, _ in cloned] == [True, False]

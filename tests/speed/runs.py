@@ -72,10 +72,10 @@ class Fake:
 class Session:
     """One run of a tiered model on a tiny denoiser, with everything that was told to the page."""
 
-    def __init__(self, *optimizations, tier="max", switches=None, model=None):
+    def __init__(self, *optimizations, tier="max", switches=None, model=None, check=False):
         on = {row.name: Switch.ON for row in optimizations} if tier == "max" else {}
         request = TierRequest(
-            resolve_tier(tier, is_gguf=False), {**on, **(switches or {})}, optimizations
+            resolve_tier(tier, is_gguf=False), {**on, **(switches or {})}, optimizations, check
         )
         self.model = tiny.qwen_image(layers=1) if model is None else model
         self.tiered = TieredModel(request)

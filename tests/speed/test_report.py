@@ -22,7 +22,7 @@ from speed_tier.speed.report import (
 
 # The page, the node and the benchmark read these; a change is a new schema number.
 KEYS = {
-    "compile", "error", "features", "flags", "from_cache", "graph_signature", "graphs",
+    "check", "compile", "error", "features", "flags", "from_cache", "graph_signature", "graphs",
     "measured_at", "memory", "model", "node_id", "notes", "notices", "outcome", "payback_images",
     "prompt_id", "run_id", "sampler_node_id", "schema", "shape", "speedup_against_off",
     "started_unix_s", "tier", "timing", "versions", "workflow_id",
@@ -37,6 +37,10 @@ INNER_KEYS = {
     },
     "compile": {"kinds", "graphs", "recompiles", "graph_breaks", "seconds"},
     "graphs": {"captured", "kept", "replayed", "pool_bytes", "not_replayed"},
+    "check": {
+        "calls", "blocks", "block_error", "output_error", "seconds", "restarts", "unchecked",
+        "notes",
+    },
     "model": {
         "family", "class_name", "stack", "dtype", "device", "compiled_by", "number", "note",
     },

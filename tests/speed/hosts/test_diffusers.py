@@ -151,7 +151,9 @@ def test_a_second_run_compiles_nothing(session):
 
 
 def test_flags_differ_in_mid_run_and_are_equal_after_it(session):
-    during, _, _ = session.during[0]
+    untiered, _, _ = session.during[0]  # the self-check's, of the first call
+    assert untiered["matmul.fp32_precision"] == session.flags_before["matmul.fp32_precision"]
+    during, _, _ = session.during[1]
     assert (
         during["matmul.fp32_precision"] == "tf32" != session.flags_before["matmul.fp32_precision"]
     )
@@ -209,7 +211,8 @@ def test_complex_rope_compiles_and_matches(name, backend, monkeypatch, tmp_path)
     assert report.engaged() == ENGAGED
     assert report.compile.graphs == kinds
     assert report.compile.graph_breaks == {}
-    (inside,) = (state["env"]["TORCHINDUCTOR_CACHE_DIR"] for state in during)
+    found, inside = (state["env"]["TORCHINDUCTOR_CACHE_DIR"] for state in during)
+    assert found == bad_folder  # of the self-check's untiered call
     assert (inside != bad_folder) is (backend == "inductor")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == bad_folder
     bound = 1.1 * tiny.relative_error(off, exact) + 1e-7

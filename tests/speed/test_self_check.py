@@ -1,0 +1,378 @@
+"""The first call beside the untiered path, who is blamed, and the watch over later calls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from speed_tier.speed import Call, Switch, TieredModel, TierRequest, apply, resolve_tier
+from speed_tier.speed.bounds import CHECK_BOUNDS, check_bounds
+from speed_tier.speed.engagement import Engagement
+from speed_tier.speed.errors import NotFiniteError
+from speed_tier.speed.flags import FLAGS, TF32, snapshot
+from speed_tier.speed.optimizations.base import Handle, HostFacts
+from speed_tier.speed.patching import active_patches
+from speed_tier.speed.report import State
+from speed_tier.speed.self_check import Comparison, Deviation, FiniteWatch, SelfCheck, known_of
+from speed_tier.tests.speed import tiny
+from speed_tier.tests.speed.faults import LATER, Fault
+from speed_tier.tests.speed.runs import Fake
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WHOLE = "the whole forward"
+
+
+@pytest.fixture(autouse=True)
+def toy_is_a_family(monkeypatch):
+    known = {tiny.Toy: (tiny.TOY, "comfyui")}
+    monkeypatch.setattr(apply, "detect_family", lambda denoiser: known.get(type(denoiser)))
+
+
+class Session:
+    """Runs of one tier on a toy; every call notes what the denoiser was given and gave."""
+
+    def __init__(self, *optimizations, dtype=torch.float32, model=None, check=True, blocks=3):
+        switches = {row.name: Switch.ON for row in optimizations}
+        request = TierRequest(resolve_tier("max", is_gguf=False), switches, optimizations, check)
+        self.model = tiny.toy(blocks).to(dtype) if model is None else model
+        self.dtype = dtype
+        self.tiered = TieredModel(request)
+        self.invoked = 0
+        self.host = HostFacts()
+        self.open()
+
+    def open(self):
+        self.run = self.tiered.begin(self.tiered.new_report(), tiny.CPU)
+
+    def call(self, x, weights=None):
+        def invoke(options):
+            self.invoked += 1
+            return tiny.plain(self.model, x)
+
+        shape = (x.shape[0], 16, 1, 2, x.shape[1])
+        call = Call(self.model, tiny.CPU, self.dtype, shape, 5, self.host, weights=weights)
+        return self.run.call(call, invoke)
+
+    def input(self, **more):
+        return tiny.toy_input(**more).to(self.dtype)
+
+    def finish(self):
+        report = self.run.close("done")
+        assert active_patches() == 0
+        assert FLAGS.held == ()
+        return report
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_signature_is_compared_once(dtype):
+    session = Session(Fault("clean"), dtype=dtype)
+    x = session.input()
+    expected = tiny.plain(session.model, x)
+    assert torch.equal(session.call(x), expected)
+    assert session.invoked == 2
+    assert torch.equal(session.call(x), expected)
+    assert session.invoked == 3
+    session.call(session.input(tokens=12))
+    assert session.invoked == 5
+    session.call(x, weights="a LoRA")
+    assert session.invoked == 7
+    facts = session.finish().check
+    assert (facts.calls, facts.blocks, facts.block_error, facts.output_error) == (3, 9, 0.0, 0.0)
+    assert facts.seconds > 0
+    session.open()  # what is known of a model outlives the run, and its unload
+    session.tiered.release(session.model)
+    session.call(x)
+    assert session.invoked == 8
+    assert session.finish().check.calls == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [0, 1, 4, 6])
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["scaled", "noise", "NaN"])
+def test_what_is_at_fault_is_found_and_dropped(kind, place, block, dtype):
+    rows = [Fault(name) for name in "abcd"]
+    rows[place] = Fault("abcd"[place], kind, block)
+    session = Session(*rows, dtype=dtype, blocks=7)
+    x = session.input()
+    expected = tiny.plain(session.model, x)
+    for _ in range(3):
+        assert torch.equal(session.call(x), expected)
+    report = session.finish()
+    at_fault = "abcd"[place]
+    assert report.engaged() == [name for name in "abcd" if name != at_fault]
+    outcome = report.feature(at_fault)
+    assert outcome.state is State.FELL_BACK
+    assert outcome.reason.startswith(f"dropped by the self-check: blocks.{block} ")
+    assert [notice.kind for notice in report.notices] == ["fell_back"]
+    before = session.invoked
+    session.open()
+    assert torch.equal(session.call(x), expected)
+    assert session.invoked == before + 1  # the rest was found right
+    report = session.finish()
+    assert report.feature(at_fault).state is State.SKIPPED
+    assert report.notices == []
+
+
+def test_two_at_fault_are_both_found():
+    rows = [Fault("a"), Fault("b", "scaled", 1), Fault("c"), Fault("d", "NaN", 2), Fault("e")]
+    session = Session(*rows)
+    x = session.input()
+    assert torch.equal(session.call(x), tiny.plain(session.model, x))
+    assert session.finish().engaged() == ["a", "c", "e"]
+
+
+def test_a_size_that_goes_wrong_is_caught_when_it_comes():
+    session = Session(Fault("a"), Fault("b", "NaN at one size", 1, width=12))
+    good, bad = session.input(), session.input(tokens=12)
+    session.call(good)
+    assert session.run.report.features == []
+    assert torch.equal(session.call(bad), tiny.plain(session.model, bad))
+    report = session.finish()
+    assert report.engaged() == ["a"]
+    assert "values that are not finite, off has none" in report.feature("b").reason
+
+
+def test_what_does_not_repeat_is_noted_and_then_trusted_no_longer():
+    session = Session(Fault("a"), Fault("b", "once", 0))
+    x = session.input()
+    expected = tiny.plain(session.model, x)
+    assert torch.equal(session.call(x), expected)
+    assert known_of(session.model).dropped == {}
+    session.tiered.request.optimizations[1].calls.clear()
+    assert torch.equal(session.call(x), expected)
+    report = session.finish()
+    assert [note.partition(";")[2] for note in report.check.notes] == [
+        " not when it was computed again"
+    ] * 2
+    assert report.engaged() == []
+    assert set(known_of(session.model).dropped) == {"a", "b"}
+
+
+def test_the_untiered_call_has_no_option_and_no_flag_of_the_tier():
+    seen = []
+
+    class Options(Fake):
+        def install(self, context):
+            patched = context.denoiser.blocks[0].attention.to_q
+            self.log.append(patched)
+            return Handle(flags={"matmul.tf32": TF32}, options={"ours": 1})
+
+    session = Session(Options("flagged", []))
+    x = session.input()
+    watch = session.model.blocks[0].register_forward_pre_hook(
+        lambda *_: seen.append(snapshot()["matmul.tf32"].is_tf32)
+    )
+    given = []
+
+    def invoke(options):
+        given.append(dict(options))
+        return tiny.plain(session.model, x)
+
+    session.run.call(Call(session.model, tiny.CPU, torch.float32, (1, 16, 2, 8)), invoke)
+    assert given == [{}, {"ours": 1}]
+    assert seen == [False, True]
+    watch.remove()
+    assert snapshot()["matmul.tf32"].is_tf32
+    session.finish()
+    assert not snapshot()["matmul.tf32"].is_tf32
+
+
+def test_blocks_get_the_options_of_the_tier_only_in_the_tiered_call():
+    seen = []
+
+    class Asks(tiny.ToyBlock):
+        def forward(self, x, transformer_options):
+            seen.append(transformer_options.get("ours"))
+            return super().forward(x, {})
+
+    class Holder(tiny.Toy):
+        def forward(self, x, options):
+            for block in self.blocks:
+                x = block(x, transformer_options=options)
+            return x
+
+    model = Holder(Asks(), Asks()).eval()
+    row = Fake("a", [], handle={"options": {"ours": 1}})
+    check = SelfCheck(lambda *_: None, lambda *_: None)
+    engagement = Engagement(None)
+    engagement.engaged(row, row.install(None))
+    engagement.seal()
+    call = Call(model, tiny.CPU, torch.float32, (1, 16, 2, 8))
+    x = tiny.toy_input()
+    check.compare(call, tiny.TOY, engagement, lambda extra: tiny.plain(model, x, {**extra}))
+    assert seen == [None, 1, None, 1, 1, 1]
+
+
+def test_a_participant_that_may_count_calls_is_not_called_twice():
+    session = Session(Fault("a"))
+    session.host = HostFacts(participant="a wrapper of another node takes part")
+    session.call(session.input())
+    assert session.invoked == 1
+    facts = session.finish().check
+    assert (facts.calls, facts.unchecked) == (0, "a wrapper of another node takes part")
+
+
+def test_switched_off_nothing_is_compared():
+    session = Session(Fault("a", "scaled", 0), check=False)
+    x = session.input()
+    assert not torch.equal(session.call(x), tiny.plain(session.model, x))
+    assert session.invoked == 1
+    assert session.finish().check.calls == 0
+
+
+def test_the_environment_switches_it_off(monkeypatch):
+    monkeypatch.setenv("SPEED_TIER_DISABLE", "self_check")
+    session = Session(Fault("a", "scaled", 0))
+    session.call(session.input())
+    report = session.finish()
+    assert (session.invoked, report.notes) == (1, [])
+
+
+def test_no_memory_for_both_ways_leaves_the_tier():
+    session = Session(Fault("a"))
+    x = session.input()
+    forwards = []
+
+    def invoke(options):
+        forwards.append(1)
+        if len(forwards) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return tiny.plain(session.model, x)
+
+    call = Call(session.model, tiny.CPU, torch.float32, (1, 16, 2, 8))
+    assert torch.equal(session.run.call(call, invoke), tiny.plain(session.model, x))
+    report = session.finish()
+    assert report.check.unchecked == "not enough memory to run both ways"
+    assert report.engaged() == ["a"]
+
+
+def test_an_exception_in_the_comparison_leaves_nothing_behind():
+    class Raises(Fault):
+        def _spoiled(self, output):
+            raise KeyboardInterrupt
+
+    session = Session(Raises("a"))
+    with pytest.raises(KeyboardInterrupt):
+        session.call(session.input())
+    assert active_patches() == 0
+    session.finish()
+
+
+def test_another_packs_block_is_compared_as_it_is():
+    session = Session(Fault("a"))
+    block = session.model.blocks[1]
+    original = type(block).forward
+    block.forward = lambda *args, **kwargs: original(block, *args, **kwargs) * 3
+    x = session.input()
+    assert torch.equal(session.call(x), tiny.plain(session.model, x))
+    assert session.finish().engaged() == ["a"]
+
+
+def test_what_off_gives_as_well_is_nobodys_fault():
+    session = Session(Fault("a"))
+    session.model.blocks[1].norm.weight.data.fill_(float("nan"))
+    x = session.input()
+    assert session.call(x).isnan().all()
+    session.run.mark_step(1, 2)  # does not ask for a second try
+    assert not session.run.ended_broken()
+    report = session.finish()
+    assert report.engaged() == ["a"]
+    assert report.check.restarts == 0
+
+
+@pytest.mark.parametrize("kind", ["NaN later", "NaN once"])
+def test_a_later_step_that_is_not_finite_starts_the_run_again(kind):
+    session = Session(Fault("a"), Fault("b", kind, 0))
+    x = session.input()
+    expected = tiny.plain(session.model, x)
+
+    def steps():
+        outputs = []
+        for step in range(LATER + 2):
+            outputs.append(session.call(x))
+            session.run.mark_step(step + 1, LATER + 2)
+        return outputs
+
+    with pytest.raises(NotFiniteError):
+        steps()
+    session.run.start_again()
+    assert all(torch.equal(output, expected) for output in steps())
+    report = session.finish()
+    assert report.check.restarts == 1
+    assert report.check.calls > LATER
+    assert len(report.timing.steps_s) == LATER + 2
+    gone = [] if kind == "NaN once" else ["b"]
+    assert report.engaged() == [name for name in "ab" if name not in gone]
+
+
+def test_where_nothing_can_be_compared_the_second_try_is_off():
+    session = Session(Fault("a"), Fault("b", "NaN", 0))
+    session.host = HostFacts(participant="another node")
+    x = session.input()
+    assert session.call(x).isnan().all()
+    assert session.run.ended_broken()
+    session.run.start_again()
+    assert torch.equal(session.call(x), tiny.plain(session.model, x))
+    assert not session.run.ended_broken()
+    report = session.finish()
+    assert report.engaged() == []
+    assert "another node" in report.feature("a").reason
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("values", "broken"),
+    [([1.0, -2.0], False), ([6e4, 6e4], False), ([1.0, float("inf")], True), ([1, -1], False)],
+)
+def test_the_watch(values, broken, dtype):
+    watch = FiniteWatch()
+    assert not watch.is_broken()
+    watch.add((torch.tensor(values).to(dtype), torch.tensor([1, 2])))
+    watch.add(torch.ones(3))
+    assert watch.is_broken() is watch.ended_broken() is broken
+    watch.forget()
+    assert not watch.ended_broken()
+
+
+OFF = Deviation("layers.1", error=0.0, size=1.0, update=0.5, along=0.0, broken=0, off_broken=0)
+FP32 = CHECK_BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        ({"error": 5e-5}, ""),
+        ({"error": 7e-5}, "layers.1 is 0.01% from off's"),
+        ({"error": 3e-5, "along": -3e-5}, "layers.1 is 1.0000 times off's"),
+        ({"broken": 2}, "layers.1 has 2 values that are not finite, off has none"),
+        ({"error": float("nan"), "off_broken": 3}, ""),
+        ({"size": 0.0}, ""),
+        ({"size": 0.0, "error": 0.1}, "layers.1 is not zero as off's is"),
+        ({"place": WHOLE, "error": 9e-4}, ""),
+        ({"place": WHOLE, "error": 2e-3}, f"{WHOLE} is 0.20% from off's"),
+    ],
+)
+def test_what_is_too_far(changed, said):
+    assert replace(OFF, **changed).problem(FP32) == said
+
+
+def test_tf32_has_bounds_of_its_own():
+    assert check_bounds(torch.float32, with_tf32=True).gain > FP32.gain
+    assert check_bounds(torch.float32, with_tf32=False) is FP32
+    assert check_bounds(torch.bfloat16, with_tf32=True) is CHECK_BOUNDS[torch.bfloat16]
+
+
+def test_figures_against_float64():
+    generator = torch.Generator().manual_seed(3)
+    off, given, noise = (torch.randn(2, 7, 9, generator=generator) for _ in range(3))
+    tiered = 1.01 * off + 1e-3 * noise
+    comparison = Comparison()
+    comparison.add("layers.0", (tiered, 3), (off, 3), ((given,), {"scale": torch.ones(2)}))
+    (found,) = comparison.deviations()
+    d, r = (tiered.double() - off.double()), off.double()
+    assert found.error == pytest.approx(float(d.norm()), rel=1e-5)
+    assert found.size == pytest.approx(float(r.norm()), rel=1e-6)
+    assert found.update == pytest.approx(float((r - given.double()).norm()), rel=1e-6)
+    assert found.along == pytest.approx(float((d * r).sum()), rel=1e-4)
+    assert found.along / found.size**2 == pytest.approx(0.01, rel=1e-2)
