@@ -46,6 +46,8 @@ class Step:
         switches: Per-feature auto, on or off, as in the Advanced node.
         compile: Fields of CompileConfig.
         graphs: A stand-in for a device that captures CUDA graphs (recording.py).
+        stale: Its replays do not see new inputs.
+        fault: Fields of a Fault (faults.py) that is planted among the optimizations.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Step:
     switches: dict[str, str] = field(default_factory=dict)
     compile: dict[str, Any] = field(default_factory=lambda: {"backend": "eager"})
     graphs: bool = False
+    stale: bool = False
+    fault: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,8 @@ class _Session:
         from speed_tier.speed.optimizations.graph_capture import GraphCapture, GraphConfig
         from speed_tier.tests.speed.optimizations.recording import Recorder
 
-        self.graphs: Any = GraphCapture(GraphConfig(recorder=Recorder()))
+        self.recorder: Any = Recorder()
+        self.graphs: Any = GraphCapture(GraphConfig(recorder=self.recorder))
         self.models: dict[tuple[Any, ...], Any] = {}
         self.weights: list[Any] = []
 
@@ -167,7 +172,8 @@ class _Session:
     def model(self, step: Step) -> Any:
         import torch
 
-        key = (step.arch, step.layers, step.dtype, step.rounded)
+        # What the self-check finds at fault is dropped for a model: one of its own then.
+        key = (step.arch, step.layers, step.dtype, step.rounded, str(step.fault), step.stale)
         if key not in self.models:
             dtype = self.factory.DTYPES[step.dtype]
             model = self.factory.make_tiny(step.arch, 0, step.layers, dtype)
@@ -208,8 +214,14 @@ class _Session:
         own = {compiled.name: compiled}
         if step.graphs:
             own[self.graphs.name] = self.graphs
+            self.recorder.stale = step.stale
         rows = tuple(own.get(row.name, row) for row in OPTIMIZATIONS)
         switches = {name: Switch(value) for name, value in step.switches.items()}
+        if step.fault:
+            from speed_tier.tests.speed.faults import Fault
+
+            rows = (*rows[:-1], Fault("planted", **step.fault), rows[-1])
+            switches["planted"] = Switch.ON
         request = TierRequest(resolve_tier(step.tier, is_gguf=False), switches, rows)
         return tier_clone(model, request, lambda report: lambda kind, data: None)
 

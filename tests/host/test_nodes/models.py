@@ -15,7 +15,7 @@ from comfy.ldm.flux.model import FluxParams
 from .tracking import track
 
 CATEGORY = "speed tier tests"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Width 256 with heads of 128 keeps the real head size; everything else is as small as it goes.
 ZIMAGE = {
     "image_model": "lumina2",

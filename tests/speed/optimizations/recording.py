@@ -21,7 +21,7 @@ class Recording:
         assert self.alive, "a released graph was replayed"
         self.recorder.replays += 1
         for static, tensor in zip(self.inputs, tensors, strict=True):
-            if static is not tensor:
+            if static is not tensor and not self.recorder.stale:
                 static.copy_(tensor)
         return self.call(self.inputs) + self.recorder.wrong_by
 
@@ -36,6 +36,7 @@ class Recorder:
     def __init__(self, plain_ms=10.0, graph_ms=5.0, issue=1.0, strict=False):
         self.plain_ms, self.graph_ms, self.issue, self.strict = plain_ms, graph_ms, issue, strict
         self.problem, self.wrong_by, self.fail = "", 0.0, None
+        self.stale = False  # a replay does not see new inputs
         self.captures = self.replays = self.released = self.trims = self.rehearsals = 0
         self.modes = []
 

@@ -111,6 +111,26 @@ def test_a_wrong_graph_is_never_used(recorder, graphs):
     assert recorder.released == 1
 
 
+def test_a_graph_that_gives_the_calls_own_nan_is_right(recorder, graphs):
+    model = tiny.toy()
+    model.blocks[1].norm.weight.data[3] = float("nan")
+    with tiny.engaged(graphs, on=model) as engaged:
+        assert all(engaged.call(x).isnan().any() for x in inputs(4))
+    facts = engaged.handles[0].graph_facts()
+    assert (facts.captured, facts.replayed, engaged.handles[0].fell_back) == (1, 2, "")
+
+
+def test_a_stale_graph_is_found_at_its_first_replay(recorder, graphs):
+    recorder.stale = True
+    model = tiny.toy()
+    facts, handle = run(graphs, model, inputs(6))
+    assert (facts.captured, facts.kept, recorder.replays) == (1, 0, 1)
+    assert handle.fell_back == "a replay did not give what the call itself gives"
+    refusal = graphs.check(tiny.context(model))
+    assert refusal == f"dropped for this model: {handle.fell_back}"
+    assert graphs.check(tiny.context(tiny.toy())) is None
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDA error: broken\nmore"), torch.OutOfMemoryError()]
 )
