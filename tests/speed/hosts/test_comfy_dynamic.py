@@ -24,7 +24,7 @@ GIB = 2**30
 class Hook:
     """Names of the host's hook kinds; the decision does not depend on what they stand for."""
 
-    OUTER_SAMPLE, APPLY_MODEL = "outer_sample", "apply_model"
+    OUTER_SAMPLE, SAMPLER_SAMPLE, APPLY_MODEL = "outer_sample", "sampler_sample", "apply_model"
     ON_PRE_RUN, ON_DETACH = "on_pre_run", "on_detach"
 
 
