@@ -23,7 +23,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -85,6 +85,16 @@ class CompileConfig:
             raise ValueError(
                 f"recompile_limit needs to be at least 1; found {self.recompile_limit}"
             )
+
+    def for_dtype(self, dtype: torch.dtype) -> CompileConfig:
+        """What blocks that compute in `dtype` are compiled with.
+
+        Hosts clamp fp16 where it overflows. Fused code holds 1e5 in fp32, where nothing is to be
+        clamped, and makes infinity of it when it stores the fp16; so every rounding stays.
+        """
+        if dtype != torch.float16 or self.backend != "inductor" or self.mode is not None:
+            return self
+        return replace(self, emulate_precision_casts=True)
 
     def options(self) -> dict[str, Any] | None:
         if self.backend != "inductor" or not self.emulate_precision_casts:
@@ -404,7 +414,7 @@ class RegionalCompile:
             return problem
         if not context.forced and (slower := _measured_slower(context)):
             return slower
-        kept = _kept.get(context.denoiser, {}).get(self.config)
+        kept = _kept.get(context.denoiser, {}).get(self.config.for_dtype(context.dtype))
         if kept and kept.kinds and all(kind.broken for kind in kept.kinds):
             return f"did not compile earlier in this process: {kept.kinds[0].broken}"
         return None
@@ -440,12 +450,13 @@ class RegionalCompile:
         """Compiled code holds no device memory; it stays until the model itself goes."""
 
     def _blocks(self, context: Context) -> CompiledBlocks:
+        config = self.config.for_dtype(context.dtype)
         kept = _kept.setdefault(context.denoiser, {})
         found = context.family.repeated_blocks(context.denoiser)
-        blocks = kept.get(self.config)
+        blocks = kept.get(config)
         # A host that rebuilt or swapped a block gets fresh kinds.
         if blocks is None or not _still_fits(blocks, found):
-            blocks = kept[self.config] = build_blocks(found, self.config)
+            blocks = kept[config] = build_blocks(found, config)
         return blocks
 
 
