@@ -35,6 +35,7 @@ def apply_tier(
     tier: str | None = None,
     switches: Mapping[str, Switch] | None = None,
     optimizations: tuple[Optimization, ...] = OPTIMIZATIONS,
+    self_check: bool = True,
 ) -> TierHandle:
     """Engage a tier on a diffusers `ZImageTransformer2DModel` or `QwenImageTransformer2DModel`.
 
@@ -42,6 +43,7 @@ def apply_tier(
         transformer: The module; its weights are where they will compute.
         tier: "off", "default" or "max"; unset, "default" for GGUF weights and "off" for others.
         switches: Per-feature choices, by feature name.
+        self_check: Compare the first forward of every size with the untiered one.
 
     Raises:
         UnsupportedModelError: The module is of another family.
@@ -51,7 +53,7 @@ def apply_tier(
         raise UnsupportedModelError(f"Speed Tier: {not_ours(transformer)}.")
     ours = any(isinstance(module, QuantLinear) for module in transformer.modules())
     is_gguf = ours or bool(typed_weights(transformer))  # or by diffusers' own loader
-    request = TierRequest(resolve_tier(tier, is_gguf), switches or {}, optimizations)
+    request = TierRequest(resolve_tier(tier, is_gguf), switches or {}, optimizations, self_check)
     return TierHandle(transformer, TieredModel(request))
 
 

@@ -47,6 +47,7 @@ class Step:
         compile: Fields of CompileConfig.
         graphs: A stand-in for a device that captures CUDA graphs (recording.py).
         stale: Its replays do not see new inputs.
+        check: With the self-check.
         fault: Fields of a Fault (faults.py) that is planted among the optimizations.
     """
 
@@ -68,6 +69,7 @@ class Step:
     compile: dict[str, Any] = field(default_factory=lambda: {"backend": "eager"})
     graphs: bool = False
     stale: bool = False
+    check: bool = True
     fault: dict[str, Any] = field(default_factory=dict)
 
 
@@ -222,7 +224,7 @@ class _Session:
 
             rows = (*rows[:-1], Fault("planted", **step.fault), rows[-1])
             switches["planted"] = Switch.ON
-        request = TierRequest(resolve_tier(step.tier, is_gguf=False), switches, rows)
+        request = TierRequest(resolve_tier(step.tier, is_gguf=False), switches, rows, step.check)
         return tier_clone(model, request, lambda report: lambda kind, data: None)
 
     def run(self, step: Step) -> Any:

@@ -47,7 +47,8 @@ def steps_of(arch):
         if run_arch == arch:
             switches = {feature: "on" if feature in on else "off" for feature in TOGETHER}
             shape = BF16 if dtype == "bf16" else FP32
-            steps.append(Step(name, arch, switches=switches, compile=config, **shape))
+            with_check = {"compile": config, "check": name == "all"}
+            steps.append(Step(name, arch, switches=switches, **with_check, **shape))
     return steps
 
 

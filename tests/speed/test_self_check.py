@@ -10,7 +10,7 @@ from speed_tier.speed.engagement import Engagement
 from speed_tier.speed.errors import NotFiniteError
 from speed_tier.speed.flags import FLAGS, TF32, snapshot
 from speed_tier.speed.optimizations.base import Handle, HostFacts
-from speed_tier.speed.patching import active_patches
+from speed_tier.speed.patching import Patch, active_patches
 from speed_tier.speed.report import State
 from speed_tier.speed.self_check import Comparison, Deviation, FiniteWatch, SelfCheck, known_of
 from speed_tier.tests.speed import tiny
@@ -119,6 +119,38 @@ def test_two_at_fault_are_both_found():
     x = session.input()
     assert torch.equal(session.call(x), tiny.plain(session.model, x))
     assert session.finish().engaged() == ["a", "c", "e"]
+
+
+class Upcasts(tiny.ToyBlock):
+    """Leaves fp16's range in between, in fp32, as hosts do where a model needs it."""
+
+    wide = torch.float32
+
+    def forward(self, x, options):
+        loud = self.mlp(x).to(self.wide) * 1e6
+        assert loud.abs().max() > 65504
+        return x + (loud / 1e6).to(x.dtype)
+
+
+class StaysInFp16(Fault):
+    def install(self, context):
+        (block, *_) = context.denoiser.blocks
+        narrow = type("Narrow", (Upcasts,), {"wide": torch.float16})
+        stand_in = narrow.__new__(narrow)
+        vars(stand_in).update(vars(block))
+        return Handle(patches=[Patch(block, "forward", stand_in.forward)])
+
+
+def test_an_upcast_of_the_host_that_is_lost_is_missed():
+    model = tiny.Toy(Upcasts(), Upcasts()).eval().half()
+    session = Session(Fault("a"), StaysInFp16("b"), dtype=torch.float16, model=model)
+    x = session.input()
+    expected = tiny.plain(model, x)
+    assert expected.isfinite().all()
+    assert torch.equal(session.call(x), expected)
+    report = session.finish()
+    assert report.engaged() == ["a"]
+    assert "values that are not finite" in report.feature("b").reason
 
 
 def test_a_size_that_goes_wrong_is_caught_when_it_comes():
