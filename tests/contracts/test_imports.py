@@ -39,6 +39,7 @@ ROOMS = {
     "tiers": {"env", "errors"},
     "env": {"errors"},
     "bounds": set(),
+    "metrics": set(),
     "errors": set(),
 }
 HOSTS_ONLY = {"comfy", "comfy_execution", "comfy_extras", "diffusers", "server", "folder_paths"}
