@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from .compare import SpeedTierCompare
 from .loader import SpeedTierLoader
 from .report import SpeedTierReport
 from .speed_tier import SpeedTier, SpeedTierAdvanced
@@ -13,10 +14,12 @@ NODE_CLASS_MAPPINGS: Final = {
     "SpeedTierAdvanced": SpeedTierAdvanced,
     "SpeedTierLoader": SpeedTierLoader,
     "SpeedTierReport": SpeedTierReport,
+    "SpeedTierCompare": SpeedTierCompare,
 }
 NODE_DISPLAY_NAME_MAPPINGS: Final = {
     "SpeedTier": "Speed Tier",
     "SpeedTierAdvanced": "Speed Tier (Advanced)",
     "SpeedTierLoader": "Load Diffusion Model (Speed Tier)",
     "SpeedTierReport": "Speed Tier Report",
+    "SpeedTierCompare": "Speed Tier Compare",
 }

@@ -9,7 +9,7 @@ from typing import Any
 from ..speed import REPORTS, Report
 from .routes import graph_signature, upstream
 
-_TIER_NODES = ("SpeedTier", "SpeedTierAdvanced", "SpeedTierLoader")
+_TIER_NODES = ("SpeedTier", "SpeedTierAdvanced", "SpeedTierLoader", "SpeedTierCompare")
 
 
 class _AnyType(str):

@@ -28,6 +28,13 @@ _KEPT_CLIENTS: Final = 128
 _PROMPTS_LOOKED_AT: Final = 8  # of those that ended, for what they took from the host's cache
 
 
+def page_server() -> Any:
+    """The host's server; None where it runs without one."""
+    from server import PromptServer
+
+    return getattr(PromptServer, "instance", None)
+
+
 def opener_for(node_id: str, server: Any) -> Any:
     """What a tiered model calls at the start of each sampling run.
 

@@ -45,14 +45,8 @@ def apply_tier(
     """A clone of `model` in a tier, whose runs report to the node `unique_id`."""
     table = configured(settings or {})
     request = TierRequest(resolve_tier(tier, is_gguf), switches, table, self_check)
-    opener = routes.opener_for(str(unique_id or ""), _server())
+    opener = routes.opener_for(str(unique_id or ""), routes.page_server())
     return comfy.tier_clone(model, request, opener)
-
-
-def _server() -> Any:
-    from server import PromptServer
-
-    return getattr(PromptServer, "instance", None)
 
 
 class SpeedTier:

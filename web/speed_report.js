@@ -1,4 +1,4 @@
-// Speed Tier Report on the page: every report node shows the text of its last report.
+// Speed Tier Report and Speed Tier Compare: every such node shows the text of its last run.
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { executionIds, isRealId, nodesOf, rootGraph } from "./lib/graph.js";
@@ -6,7 +6,7 @@ import { promptsOf } from "./lib/prompts.js";
 import { ReportTexts, reportText } from "./lib/report_texts.js";
 import { STYLE, addReportView, showReport } from "./lib/report_view.js";
 
-const CLASSES = new Set(["SpeedTierReport"]);
+const CLASSES = new Set(["SpeedTierReport", "SpeedTierCompare"]);
 const TAB_SETTLES_MS = 300; // the frontend names the tab on screen after it has shown its graph
 
 const texts = new ReportTexts();

@@ -8,7 +8,7 @@ from speed_tier.tests.contracts.sources import REPO, code_files, imports, tree
 
 # Rooms of the pack and what each may import from the others; a room may always import itself.
 ROOMS = {
-    "nodes": {"surface", "apply", "tiers", "report", "hosts"},
+    "nodes": {"surface", "apply", "tiers", "report", "hosts", "comparison", "metrics"},
     "surface": {"apply", "tiers", "report", "errors"},  # speed/__init__.py: re-exports
     "apply": {
         *("optimizations", "families", "kernels", "gguf", "patching", "flags", "probe", "tiers"),
@@ -40,6 +40,7 @@ ROOMS = {
     "env": {"errors"},
     "bounds": set(),
     "metrics": set(),
+    "comparison": {"metrics", "report"},
     "errors": set(),
 }
 HOSTS_ONLY = {"comfy", "comfy_execution", "comfy_extras", "diffusers", "server", "folder_paths"}

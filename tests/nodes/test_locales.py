@@ -5,6 +5,7 @@ import re
 
 import pytest
 from speed_tier.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+from speed_tier.nodes import compare as compare_module
 from speed_tier.nodes import loader as loader_module
 from speed_tier.tests.contracts.sources import REPO
 
@@ -42,6 +43,7 @@ def test_the_english_of_the_page_is_in_its_module():
 
 def test_the_english_of_the_nodes_is_theirs(monkeypatch):
     monkeypatch.setattr(loader_module, "list_models", list)
+    monkeypatch.setattr(compare_module.comfy_compare, "sampler_names", lambda: ([], []))
     nodes = read("en", "nodeDefs")
     assert set(nodes) == set(NODE_CLASS_MAPPINGS)
     for node_id, node in NODE_CLASS_MAPPINGS.items():

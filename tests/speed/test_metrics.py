@@ -107,9 +107,7 @@ def test_values_that_are_not_finite_are_counted_and_left_out():
         assert getattr(found, name) == pytest.approx(expected, rel=1e-12), name
     assert (found.compared, found.not_finite) == (98, (1, 2))
     said = found.words("max")
-    assert said.endswith(
-        "; not finite: 1 of 100 values in off, 2 in max, left out of the figures"
-    )
+    assert said.endswith("; not finite: 1 of 100 values in off, 2 in max, left out of the figures")
     assert "nan" not in said
     assert "inf" not in said.replace("finite", "")
 
