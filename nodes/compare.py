@@ -46,7 +46,7 @@ class SpeedTierCompare:
         seed = {"default": 0, "min": 0, "max": 2**64 - 1, "control_after_generate": True}
         cfg = {"default": 1.0, "min": 0.0, "max": 100.0, "step": 0.1, "round": 0.01}
         denoise = {"default": 1.0, "min": 0.0, "max": 1.0, "step": 0.01}
-        amplify = {"default": AMPLIFY, "min": 1.0, "max": 10000.0, "step": 1.0, "round": 0.1}
+        amplify = {"default": AMPLIFY, "min": 1.0, "max": 1e6, "step": 1.0, "round": 0.1}
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "From any loader; a tier that it has is replaced."}),
@@ -140,5 +140,5 @@ def _request(tier: str) -> TierRequest:
 
 def _about(picture: Any, what: str, amplify: float) -> str:
     clipped = float((picture >= 1).float().mean())
-    text = f"{what}, times {amplify:g}; brightest {float(picture.max()):.2f} of 1"
+    text = f"{what}, times {amplify:.10g}; brightest {float(picture.max()):.2f} of 1"
     return text + (f", {clipped:.1%} of it at the limit" if clipped else "")

@@ -111,7 +111,8 @@ class Comparison:
     def _levels(self) -> str:
         if self.images is None or not self.images.max_error:
             return ""
-        return f"; at most {self.images.max_error * 255:.1f} of the 255 levels of a file"
+        levels = self.images.max_error * 255
+        return f"; the largest is {levels:.2g} of the 255 levels of a file"
 
     def _speed_line(self) -> str:
         if self.off is None or not self.runs:

@@ -25,7 +25,7 @@ class Difference:
         compared: How many are finite in both; the figures are over these.
         not_finite: How many are not finite in the reference and in the other.
         peak: What PSNR is measured against.
-        peak_meaning: Where the peak comes from.
+        peak_meaning: Where the peak comes from, "" where the caller gave it.
         psnr_db: 10 log10(peak^2 / mean squared error). None: no difference in value, or no peak.
         relative_error: |other - reference| / |reference|. None: the reference is zero.
         max_error, mean_error: Of the absolute differences. None: nothing to compare.
@@ -72,7 +72,8 @@ class Difference:
     def _psnr(self) -> str:
         if self.psnr_db is None:
             return "PSNR: none, off is the same value everywhere"
-        return f"PSNR {self.psnr_db:.1f} dB (peak {self.peak:.4g}, {self.peak_meaning})"
+        meaning = f", {self.peak_meaning}" if self.peak_meaning else ""
+        return f"PSNR {self.psnr_db:.1f} dB (peak {self.peak:.4g}{meaning})"
 
     def _relative(self) -> str:
         if self.relative_error is None:
@@ -100,7 +101,7 @@ def difference(
     left, right = exact[both], near[both]
     gap = (right - left).abs()
     count = gap.numel()
-    meaning = RANGE if peak is None else "given"
+    meaning = RANGE if peak is None else ""
     if peak is None:
         peak = float(left.max() - left.min()) if count else 0.0
     size = float(left.norm())

@@ -166,6 +166,7 @@ def wan_vae_weights(seed: int = 0, width: int = 16) -> Weights:
             w.conv(f"{name}.shortcut", rows, columns, 1, 1, 1)
 
     top = widths[0]
+    w.conv("encoder.conv1", width, 3, 3, 3, 3)  # 0.33 counts the colours on it
     w.conv("conv1", 2 * latent, 2 * latent, 1, 1, 1)
     w.conv("conv2", latent, latent, 1, 1, 1)
     w.conv("decoder.conv1", top, latent, 3, 3, 3)
@@ -196,7 +197,7 @@ _RECIPES: dict[str, tuple[str, Callable[[], Weights]]] = {
     "zimage": ("diffusion_models/speedtier_zimage_1_layer.safetensors", zimage_weights),
     "qwen": ("diffusion_models/speedtier_qwen_1_layer.safetensors", qwen_weights),
     "zimage_vae": ("vae/speedtier_zimage_vae.safetensors", kl_vae_weights),
-    "qwen_vae": ("vae/speedtier_qwen_vae.safetensors", wan_vae_weights),
+    "qwen_vae": ("vae/speedtier_qwen_vae_2.safetensors", wan_vae_weights),
 }
 
 

@@ -121,7 +121,7 @@ def test_images_are_given_in_levels_of_a_file():
     )
     text = found.to_text()
     assert "images: PSNR" in text
-    assert "; at most 2.0 of the 255 levels of a file" in text
+    assert "; the largest is 2 of the 255 levels of a file" in text
     assert "picture: decoded, x10" in text
     found.images = difference(image, image, 1.0)
     assert "images: identical, byte for byte\n" in found.to_text()

@@ -50,7 +50,7 @@ def test_the_figures_are_numpys(dtype, gap, peak):
     assert found.identical is False
     assert found.is_finite
     assert (found.values, found.compared) == (first.numel(), first.numel())
-    assert found.peak_meaning == ("given" if peak else "the range of off")
+    assert found.peak_meaning == ("" if peak else "the range of off")
 
 
 def test_a_known_difference():
@@ -63,6 +63,11 @@ def test_a_known_difference():
         "PSNR 18.1 dB (peak 4, the range of off), relative error 0.218, "
         "max error 0.5, mean error 0.5"
     )
+
+
+def test_a_given_peak_is_only_named():
+    first = torch.tensor([0.0, 0.5])
+    assert difference(first, first + 0.1, 1.0).words().startswith("PSNR 20.0 dB (peak 1), rel")
 
 
 def test_the_reference_is_the_first():
