@@ -51,7 +51,8 @@ NAMES = [
     "z_image_turbo_speed_tier",
 ]
 TIERED = {"SpeedTier", "SpeedTierLoader"}
-TIERS = {"compare_off_and_max": ["max", "off"]}
+COMPARE = "SpeedTierCompare"  # a sampler with a tier of its own
+TIERS = {"compare_off_and_max": ["max"]}
 
 
 def test_the_template_browser_has_them(page: ComfyPage) -> None:
@@ -72,13 +73,17 @@ def test_it_opens_whole(page: ComfyPage, path: Path) -> None:
     assert {n["type"] for n in workflow["nodes"]} <= set(page.object_info)
     prompt = page.prompt()
     assert len(prompt) == len(workflow["nodes"])
-    tiers = sorted(n["inputs"]["tier"] for n in prompt.values() if n["class_type"] in TIERED)
+    tiers = sorted(
+        n["inputs"]["tier"] for n in prompt.values() if n["class_type"] in {*TIERED, COMPARE}
+    )
     assert tiers == TIERS.get(path.stem, ["default"])
-    samplers = [node["inputs"] for node in prompt.values() if node["class_type"] == "KSampler"]
+    samplers = [node for node in prompt.values() if node["class_type"] in ("KSampler", COMPARE)]
     assert len(samplers) == len(tiers)
     for sampler in samplers:
-        assert (sampler["seed"], sampler["denoise"]) == (1, 1)
-        assert any(prompt[i]["class_type"] in TIERED for i in models_of(prompt, sampler))
+        inputs = sampler["inputs"]
+        assert (inputs["seed"], inputs["denoise"]) == (1, 1)
+        models = {prompt[i]["class_type"] for i in models_of(prompt, inputs)}
+        assert sampler["class_type"] == COMPARE or models & TIERED
     # Every complaint of the host is about a file that this test has not got.
     rejected = rejection(page, prompt)
     assert set(rejected) == {n["class_type"] for n in prompt.values()} & LOADERS

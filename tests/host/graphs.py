@@ -113,6 +113,29 @@ class Graph:
             denoise=1.0,
         )
 
+    def compare(self, model: Link, tier: str, node_id: str | None = None, **more: Any) -> Link:
+        """A Speed Tier Compare with conditioning and an empty latent of its own."""
+        inputs = {
+            "seed": 0,
+            "steps": 3,
+            "cfg": 1.0,
+            "sampler_name": "euler",
+            "scheduler": "simple",
+            "denoise": 1.0,
+            "repeats": 0,
+            "amplify": 10.0,
+        }
+        return self.add(
+            "SpeedTierCompare",
+            node_id,
+            model=model,
+            tier=tier,
+            positive=self.conditioning(seed=1),
+            negative=self.conditioning(seed=2),
+            latent_image=self.add("EmptySD3LatentImage", width=64, height=64, batch_size=1),
+            **{**inputs, **more},
+        )
+
     def sink(self, latent: Link, name: str = "latent", node_id: str | None = None) -> Link:
         return self.add("TestSink", node_id, latent=latent, name=name)
 

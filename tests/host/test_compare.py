@@ -17,7 +17,6 @@ from speed_tier.tests.host.server import HostServer, PromptResult
 from speed_tier.tests.host.tier_cases import ARGS, FORCED, digest, report_of
 
 STEPS = 3
-SAMPLING = {"seed": 0, "steps": STEPS, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
 AMPLIFY = 1e5  # fp32 rounding; a file has 255 levels
 PREVIEWS = ("--preview-method", "latent2rgb")
 
@@ -37,18 +36,8 @@ def flags_are_as_before(pack: HostServer) -> Iterator[None]:
 
 
 def compare(graph: Graph, model: Link, tier: str, **more: Any) -> None:
-    """The node "compare" behind a model, with both latents stored and a report after it."""
-    inputs: dict[str, Any] = {**SAMPLING, "denoise": 1.0, "repeats": 0, "amplify": AMPLIFY, **more}
-    graph.add(
-        "SpeedTierCompare",
-        "compare",
-        model=model,
-        tier=tier,
-        positive=graph.conditioning(seed=1),
-        negative=graph.conditioning(seed=2),
-        latent_image=graph.add("EmptySD3LatentImage", width=64, height=64, batch_size=1),
-        **inputs,
-    )
+    """The node "compare" behind a model, with both latents stored."""
+    graph.compare(model, tier, "compare", **{"steps": STEPS, "amplify": AMPLIFY, **more})
     graph.sink(["compare", 0], "compare_off", node_id="off")
     graph.sink(["compare", 1], "compare_tier", node_id="tier")
 
