@@ -44,8 +44,8 @@ class Comparison:
 
     @property
     def speedup(self) -> float | None:
-        """Steady step of off over that of the last tiered run."""
-        if self.off is None or not self.runs:
+        """Steady step of off over that of the last tiered run; None where nothing engaged."""
+        if self.off is None or not self.runs or not self.runs[-1].engaged():
             return None
         off_s, tier_s = self.off.timing.steady_step_s, self.runs[-1].timing.steady_step_s
         return off_s / tier_s if off_s and tier_s else None
@@ -117,9 +117,14 @@ class Comparison:
     def _speed_line(self) -> str:
         if self.off is None or not self.runs:
             return "speed: not measured, no step was sampled (denoise 0)"
-        if self.speedup is None:
-            return f"speed: not measured, {_NO_STEADY}"
         off_s, tier_s = self.off.timing.steady_step_s, self.runs[-1].timing.steady_step_s
+        if not off_s or not tier_s:
+            return f"speed: not measured, {_NO_STEADY}"
+        if self.speedup is None:
+            return (
+                f"speed: nothing engaged, so both are the same path; {off_s:.4f} and {tier_s:.4f} "
+                "s/it, steady"
+            )
         return f"speed: {self.speedup:.2f}x off's, {off_s:.4f} -> {tier_s:.4f} s/it, steady"
 
     def _run_lines(self) -> list[str]:

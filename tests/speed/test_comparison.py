@@ -11,7 +11,7 @@ from speed_tier.speed.report import FeatureOutcome, Report, State, Timing
 OFF = torch.linspace(-1, 1, 64)
 
 
-def report(tier, first_s, steady_s, steps=4, load_s=0.5, engaged=(), extra_s=0.0, **more):
+def report(tier, first_s, steady_s, steps=4, load_s=0.5, engaged=("tf32",), extra_s=0.0, **more):
     steps_s = [first_s, *[steady_s] * (steps - 1)]
     timing = Timing(
         load_s=load_s,
@@ -26,7 +26,7 @@ def report(tier, first_s, steady_s, steps=4, load_s=0.5, engaged=(), extra_s=0.0
 
 
 def comparison(runs, off=None, other=None, **more):
-    off = off or report("off", 0.3, 0.2)
+    off = off or report("off", 0.3, 0.2, engaged=())
     other = OFF + 0.001 if other is None else other
     found = difference(OFF, other)
     same = [difference(other, other)] * (len(runs) - 1)
@@ -34,7 +34,7 @@ def comparison(runs, off=None, other=None, **more):
 
 
 def test_speed_is_the_last_runs_and_the_tax_is_the_first_ones():
-    runs = [report("max", 6.0, 0.15), report("max", 0.1, 0.1, load_s=0.0, engaged=("tf32",))]
+    runs = [report("max", 6.0, 0.15), report("max", 0.1, 0.1, load_s=0.0)]
     found = comparison(runs)
     assert found.speedup == pytest.approx(2.0)
     assert found.first_run_tax_s == pytest.approx(6.45 - 0.4)  # without the loading of either
@@ -70,6 +70,14 @@ def test_a_slower_tier_is_never_paid_back():
     assert found.payback_images is None
     assert "speed: 0.50x off's" in found.to_text()
     assert "paid back" not in found.to_text()
+
+
+def test_where_nothing_engaged_there_is_no_speed_to_compare():
+    found = comparison([report("max", 0.3, 0.1, engaged=())])
+    assert (found.speedup, found.payback_images) == (None, None)
+    text = found.to_text()
+    assert "speed: nothing engaged, so both are the same path; 0.2000 and 0.1000 s/it" in text
+    assert "x off's" not in text
 
 
 def test_no_tax_worth_a_word_has_no_payback():
