@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from .host_session import REPO
 
-_NOT_SHOWN = ("versions", "peak_bytes", "command", "gpu", "host", "commit")
+_NOT_SHOWN = ("versions", "peak_bytes", "command", "gpu", "host", "commit", "started")
 
 
 def command_line(module: str) -> str:
@@ -42,6 +43,7 @@ class Recorder:
             "host": comfyui_version.__version__,
             "versions": versions(),
             "command": command,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
 
     def __call__(self, row: dict[str, Any]) -> None:

@@ -365,6 +365,7 @@ def main() -> None:
 
         def emit(row: dict[str, Any], family: str = family) -> None:
             facts = {"family": family, "batch": options.batch, "cfg": options.cfg}
+            facts["steps"] = options.steps
             dense = RUNNERS[row["runner"]].loader == "dense"
             facts["format"] = "bf16" if dense else options.recipe
             record({**facts, "layers": options.layers, **row})
