@@ -7,6 +7,7 @@ right or wrong is for the test to say.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -45,6 +46,7 @@ class Step:
         rounded: Weights are rounded to bf16 before they are used in `dtype`.
         switches: Per-feature auto, on or off, as in the Advanced node.
         compile: Fields of CompileConfig.
+        in_fp32: The benchmark's reference: the model's own weights, cast layer by layer.
         graphs: A stand-in for a device that captures CUDA graphs (recording.py).
         stale: Its replays do not see new inputs.
         check: With the self-check.
@@ -67,6 +69,7 @@ class Step:
     rounded: bool = False
     switches: dict[str, str] = field(default_factory=dict)
     compile: dict[str, Any] = field(default_factory=lambda: {"backend": "eager"})
+    in_fp32: bool = False
     graphs: bool = False
     stale: bool = False
     check: bool = True
@@ -235,8 +238,12 @@ class _Session:
             generator = torch.Generator().manual_seed(seed)
             return [[torch.randn(1, step.tokens, 64, generator=generator), {}]]
 
-        with torch.inference_mode():
+        from speed_tier.bench.exact import in_fp32
+
+        with torch.inference_mode(), contextlib.ExitStack() as stack:
             model = self.patched(step)
+            if step.in_fp32:
+                stack.enter_context(in_fp32(model))
             latent = torch.zeros(step.batch, 16, step.height, step.width)
             latent = comfy.sample.fix_empty_latent_channels(model, latent)
             noise = comfy.sample.prepare_noise(latent, 0)

@@ -40,6 +40,7 @@ IDS = [f"{arch}, {name}" for arch, name, *_ in RUNS]
 def steps_of(arch):
     steps = [
         Step("exact", arch, tier="", **FP32),
+        Step("exact, layer by layer", arch, tier="", in_fp32=True, **BF16),
         Step("off, bf16", arch, tier="off", **BF16),
         Step("off, fp32", arch, tier="off", **FP32),
     ]
@@ -84,4 +85,7 @@ def test_the_error_stays_within_the_bound(sessions, arch, name, on, config, dtyp
 def test_the_measure_itself(sessions, arch):
     """fp32 is its own reference; bf16 is far enough from it for a factor to mean something."""
     assert error_of(sessions[arch], "off, fp32") == 0
+    # The reference of bench/verify.py, which needs no second copy of the weights, and leaves none
+    # of its casts behind: off in bf16 runs on the same model after it.
+    assert error_of(sessions[arch], "exact, layer by layer") < 1e-6
     assert 1e-3 < error_of(sessions[arch], "off, bf16") < 0.1
