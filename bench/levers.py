@@ -1,27 +1,33 @@
 """Each lever by itself, through the host's own sampling path, on a dense bf16 model.
 
     python -m bench.levers --comfy /path/to/ComfyUI [--families z_image,qwen_image]
+    python -m bench.levers --comfy /path/to/ComfyUI --tiny --out rows.jsonl      on a CPU
 
 Prints and appends one JSON row per (family, size, lever): median step, first-step tax, error of a
 one-step latent against an fp32 model of the same weights, PSNR against off. Ratios are against
 off in the same process. A lever that fails says so and the others go on.
+
+PSNR is against the range of off's latents, `psnr_peak`; in rows without that field it is against
+twice their largest absolute value.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+from .exact import in_fp32
+from .first_block_cache import FirstBlockCache
 from .host_session import REPO, enter_host, random_model, sample
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "levers.jsonl"
 # name -> (tier, switches, compile settings)
-
 LEVERS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "off": ("off", {}, {}),
     "default": ("default", {}, {}),
@@ -31,6 +37,15 @@ LEVERS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "compile automatic": ("off", {"regional_compile": "on"}, {"dynamic": None}),
     "compile static": ("off", {"regional_compile": "on"}, {"dynamic": False}),
     "compile casts": ("off", {"regional_compile": "on"}, {"emulate_precision_casts": True}),
+    # Each autotuned kernel's tile is walked on from, one parameter at a time.
+    "compile coordinate descent": (
+        "off",
+        {"regional_compile": "on"},
+        {"inductor": {"coordinate_descent_tuning": True}},
+    ),
+    # No tier has these: see first_block_cache.py.
+    "first-block cache 0.05": ("off", {}, {"first_block_cache": 0.05}),
+    "first-block cache 0.2": ("off", {}, {"first_block_cache": 0.2}),
     "max": ("max", {}, {}),
     "compile autotune": (
         "off",
@@ -40,65 +55,102 @@ LEVERS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
 }
 
 
+TINY = {
+    "layers": 2,
+    "sizes": [64],
+    "steps": 3,
+    "host_args": ["--cpu", "--use-pytorch-cross-attention"],
+}
+
+
+def compile_config(settings: dict[str, Any]) -> Any:
+    """A CompileConfig; "inductor" in the settings are options that the pack does not offer."""
+    from speed_tier.speed.optimizations.regional_compile import CompileConfig
+
+    options = settings.get("inductor")
+    settings = {k: v for k, v in settings.items() if k != "first_block_cache"}
+    if options is None:
+        return CompileConfig(**settings)
+
+    class WithOptions(CompileConfig):
+        def options(self) -> dict[str, Any] | None:
+            return dict(options)
+
+    return WithOptions()
+
+
+def block_cache(model: Any, lever: str) -> Any:
+    """The first-block cache of a lever that has one, around one run."""
+    threshold = LEVERS[lever][2].get("first_block_cache")
+    if threshold is None:
+        return contextlib.nullcontext()
+    return FirstBlockCache(model.model.diffusion_model, threshold)
+
+
 def tiered(model: Any, lever: str) -> Any:
     from speed_tier.speed import Switch, TierRequest, resolve_tier
     from speed_tier.speed.hosts import comfy
     from speed_tier.speed.optimizations import OPTIMIZATIONS
-    from speed_tier.speed.optimizations.regional_compile import CompileConfig, RegionalCompile
+    from speed_tier.speed.optimizations.regional_compile import RegionalCompile
 
     tier, switches, settings = LEVERS[lever]
-    compile_ = RegionalCompile(CompileConfig(**settings))
+    compile_ = RegionalCompile(compile_config(settings))
     table = tuple(compile_ if o.name == compile_.name else o for o in OPTIMIZATIONS)
     chosen = {name: Switch(value) for name, value in switches.items()}
     request = TierRequest(resolve_tier(tier, is_gguf=False), chosen, table)
     return comfy.tier_clone(model, request, lambda report: lambda kind, data: None)
 
 
-def relative(x: Any, reference: Any) -> float:
-    return float((x.double() - reference.double()).norm() / reference.double().norm())
-
-
-def psnr_db(x: Any, reference: Any) -> float:
-    error = (x.double() - reference.double()).pow(2).mean()
-    peak = reference.double().abs().max() * 2
-    return float(10 * (peak**2 / error).log10()) if error > 0 else float("inf")
-
-
-def measure(model: Any, family: str, size: int, lever: str, ref: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    model: Any, family: str, size: int, lever: str, steps: int, ref: dict[str, Any]
+) -> dict[str, Any]:
     import torch
     from speed_tier.speed import REPORTS
+    from speed_tier.speed.metrics import difference, relative_error
 
     clone = tiered(model, lever)
-    started = time.perf_counter()
-    latent = sample(clone, family, size, size)
-    first_run_s = time.perf_counter() - started
+    with block_cache(model, lever):
+        started = time.perf_counter()
+        latent = sample(clone, family, size, size, steps=steps)
+        first_run_s = time.perf_counter() - started
     first = REPORTS.runs()[0]
-    sample(clone, family, size, size)
+    with block_cache(model, lever) as cache:
+        sample(clone, family, size, size, steps=steps)
     report = REPORTS.runs()[0]
     one_step = sample(clone, family, size, size, steps=1)
     ref.setdefault("off_latent", latent)
-    steps = sorted(report.timing.steps_s[1:])
+    found = difference(ref["off_latent"], latent)
+    steps_s = sorted(report.timing.steps_s[1:])
     off_ms = ref.setdefault("off_ms", 1000 * report.timing.steady_step_s)
     row = {
         "lever": lever,
         "family": family,
         "width": size,
         "ms_p50": 1000 * report.timing.steady_step_s,
-        "ms_p20": 1000 * steps[len(steps) // 5],
-        "ms_p80": 1000 * steps[len(steps) * 4 // 5],
+        "ms_p20": 1000 * steps_s[len(steps_s) // 5],
+        "ms_p80": 1000 * steps_s[len(steps_s) * 4 // 5],
         "ratio_to_off": off_ms / (1000 * report.timing.steady_step_s),
         "first_run_s": first_run_s,
         "first_step_tax_s": first.timing.first_step_tax_s,
         "compile_s": first.compile.seconds,
         "compiles": {kind.name: kind.compiles for kind in first.compile.kinds},
-        "psnr_db_to_off": psnr_db(latent, ref["off_latent"]),
+        "psnr_db_to_off": found.psnr_db,
+        "psnr_peak": found.peak,
+        "difference_to_off": found.words(lever),
         "engaged": report.engaged(),
         "features": {f.name: f.reason or f.note for f in report.features},
         "graph_breaks": first.compile.graph_breaks,
         "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }
+    if cache is not None:
+        # A step is a hit or not, so that their median says nothing.
+        row |= {
+            "calls": cache.calls,
+            "hits": cache.hits,
+            "ms_mean": 1000 * sum(steps_s) / len(steps_s),
+        }
     if "fp32" in ref:
-        row["relative_error_to_fp32"] = relative(one_step, ref["fp32"])
+        row["relative_error_to_fp32"] = relative_error(ref["fp32"], one_step)
     return row
 
 
@@ -108,16 +160,10 @@ def flags_match(before: dict[str, Any]) -> bool:
     return snapshot() == before
 
 
-def fp32_reference(model: Any, family: str, size: int, layers: int | None) -> Any:
+def fp32_reference(model: Any, family: str, size: int) -> Any:
     """One-step latent of the same weights in fp32."""
-    import torch
-
-    reference = random_model(family, torch.float32, layers)
-    with torch.inference_mode():
-        source = dict(model.model.named_parameters())
-        for name, parameter in reference.model.named_parameters():
-            parameter.data.copy_(source[name].data.float())
-    return sample(reference, family, size, size, steps=1)
+    with in_fp32(model):
+        return sample(model, family, size, size, steps=1)
 
 
 def run_family(family: str, options: argparse.Namespace, emit: Any) -> None:
@@ -132,7 +178,7 @@ def run_family(family: str, options: argparse.Namespace, emit: Any) -> None:
         ref: dict[str, Any] = {}
         if options.fp32:
             try:
-                ref["fp32"] = fp32_reference(model, family, size, options.layers)
+                ref["fp32"] = fp32_reference(model, family, size)
             except torch.cuda.OutOfMemoryError as error:
                 emit({"family": family, "width": size, "failed": f"fp32: {error}"[:200]})
             management.unload_all_models()
@@ -143,7 +189,7 @@ def run_family(family: str, options: argparse.Namespace, emit: Any) -> None:
                 emit({"family": family, "width": size, "lever": lever, "failed": "out of time"})
                 continue
             try:
-                row = measure(model, family, size, lever, ref)
+                row = measure(model, family, size, lever, options.steps, ref)
                 emit({**row, "flags_restored": flags_match(before)})
             except Exception as error:
                 traceback.print_exc()
@@ -158,7 +204,9 @@ def main() -> None:
         "--sizes", default=[1024, 512], type=lambda s: [int(x) for x in s.split(",")]
     )
     parser.add_argument("--levers", default=list(LEVERS), type=lambda s: s.split(","))
+    parser.add_argument("--steps", default=8, type=int, help="3 or more")
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
+    parser.add_argument("--tiny", action="store_true", help="2 layers, 64 px, 3 steps, on the CPU")
     parser.add_argument("--fp32", action="store_true", help="measure errors against fp32")
     parser.add_argument("--allocator", default="cudaMallocAsync")
     parser.add_argument("--host-args", default=[], type=str.split, help="of the host's main.py")
@@ -166,12 +214,14 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.tiny:
+        vars(options).update(TINY)
     out, command = options.out.resolve(), command_line("bench.levers")
     enter_host(str(Path(options.comfy).resolve()), options.allocator, options.host_args)
     record = Recorder(out, command, options.allocator, options.commit)
 
     def emit(row: dict[str, Any]) -> None:
-        record({"layers": options.layers, **row})
+        record({"layers": options.layers, "steps": options.steps, **row})
 
     for family in options.families:
         run_family(family, options, emit)
