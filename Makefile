@@ -95,6 +95,8 @@ bench: venv
 	@test -n "$(COMFYUI_PATH)" || { echo "make bench needs COMFYUI_PATH=/path/to/ComfyUI and a CUDA device"; exit 1; }
 	$(PY) -m bench.kernels
 	$(PY) -m bench.levers --comfy "$(COMFYUI_PATH)" --fp32
+	$(PY) -m bench.compile_modes --comfy "$(COMFYUI_PATH)"
+	$(PY) -m bench.verify --comfy "$(COMFYUI_PATH)"
 
 clean:
 	rm -rf "$(VENV)" .cache .mypy_cache .ruff_cache demo_output test_output
