@@ -14,11 +14,22 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
+import torch
 from torch.nn.modules import module as nn_module
 
 from ..flags import breaks_compile_commands, cache_variable_kept
 
 _REASON_LENGTH: Final = 300
+# Where attention runs under `sdpa_kernel` (the host's does on NVIDIA, ours too), torch 2.14 puts
+# these two calls into the graph and then keeps the graph out of its AOTAutograd cache: every
+# restart went through AOTAutograd and Inductor's passes again. What they do is said by their
+# arguments, which are in the cache's key, and by the state that goes into the key with the mark.
+_SDPA_CHOICE: Final = (
+    "torch.nn.attention._backend_from_string",
+    "torch.nn.attention._sdpa_kernel",
+)
+_MARKED: Final = "unsafe_marked_cacheable_functions"
+_SDPA: Final = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def load() -> None:
@@ -54,19 +65,29 @@ def settings(recompile_limit: int) -> Iterator[None]:
         stack.enter_context(config.patch(known))
         if duck:
             stack.enter_context(shapes.patch(duck))  # type: ignore[attr-defined]
-        stack.enter_context(_no_precompiled_headers_where_they_fail())
+        stack.enter_context(_inductor_settings())
         yield
 
 
-def _no_precompiled_headers_where_they_fail() -> contextlib.AbstractContextManager[Any]:
-    """Inductor builds its C++ headers in the temporary folder, wherever its cache is."""
+def _inductor_settings() -> contextlib.AbstractContextManager[Any]:
     import torch._inductor.config as inductor
 
-    if not breaks_compile_commands(tempfile.gettempdir()):
-        return contextlib.nullcontext()
-    if not hasattr(inductor, "cpp_cache_precompile_headers"):  # older torch
-        return contextlib.nullcontext()
-    return inductor.patch(cpp_cache_precompile_headers=False)
+    wanted: dict[str, Any] = {}
+    # Inductor builds its C++ headers in the temporary folder, wherever its cache is.
+    if breaks_compile_commands(tempfile.gettempdir()):
+        wanted["cpp_cache_precompile_headers"] = False
+    if isinstance(marked := getattr(inductor, _MARKED, None), dict):
+        wanted[_MARKED] = {**marked, **dict.fromkeys(_SDPA_CHOICE, _sdpa_state())}
+    known: dict[str, Any] = {n: value for n, value in wanted.items() if hasattr(inductor, n)}
+    return inductor.patch(known) if known else contextlib.nullcontext()
+
+
+def _sdpa_state() -> str:
+    """What attention is chosen by outside a graph: part of the key of every cached graph."""
+    cuda = torch.backends.cuda
+    on = [name for name in _SDPA if (read := getattr(cuda, f"{name}_sdp_enabled", None)) and read()]
+    order = getattr(torch._C, "_get_sdp_priority_order", list)()
+    return f"{torch.__version__} {on} {order}"
 
 
 def graph_count() -> int:
