@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -9,9 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Final
 
-from ..speed import REPORTS, Report
+from ..speed import REPORTS, Report, clear_compile_cache
+from ..speed.hosts import comfy
 
 log = logging.getLogger("speed_tier.routes")
 
@@ -158,6 +161,12 @@ def register(server: Any) -> None:
     @server.routes.get("/speed_tier/report")
     async def report(_: Any) -> Any:
         return web.json_response(snapshot(server))
+
+    # Takes nothing from the request: what is deleted is the pack's own folder.
+    @server.routes.post("/speed_tier/compiled/clear")
+    async def clear_compiled(_: Any) -> Any:
+        cleared = await asyncio.to_thread(clear_compile_cache, comfy.state_folder())
+        return web.json_response(asdict(cleared))
 
 
 def snapshot(server: Any) -> dict[str, Any]:

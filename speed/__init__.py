@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .apply import Call, Run, TieredModel, TierRequest, configured
+from .compile_cache import clear as clear_compile_cache
 from .report import REPORTS, Report
 from .tiers import Switch, Tier, resolve_tier
 
@@ -15,6 +16,7 @@ __all__ = [
     "Tier",
     "TierRequest",
     "TieredModel",
+    "clear_compile_cache",
     "configured",
     "resolve_tier",
 ]

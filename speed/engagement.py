@@ -125,6 +125,7 @@ def _joined(first: CompileFacts, second: CompileFacts) -> CompileFacts:
         recompiles=first.recompiles + second.recompiles,
         graph_breaks=breaks,
         seconds=first.seconds + second.seconds,
+        cache=first.cache or second.cache,
     )
 
 

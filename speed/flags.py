@@ -161,6 +161,14 @@ def _write_environment(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
+def _environment_flag(name: str) -> Flag:
+    return Flag(
+        f"env.{name}",
+        read=lambda: os.environ.get(name),
+        write=lambda value: _write_environment(name, value),
+    )
+
+
 def _sdp_flag(name: str) -> Flag:
     cuda = torch.backends.cuda
     return Flag(
@@ -207,11 +215,8 @@ FLAG_TABLE: Final[tuple[Flag, ...]] = (
     _sdp_flag("cudnn"),
     Flag("cuda.sync_debug_mode", _read_sync_debug_mode, _write_sync_debug_mode),
     Flag("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-    Flag(
-        "env.TORCHINDUCTOR_CACHE_DIR",
-        read=lambda: os.environ.get(_CACHE_VARIABLE),
-        write=lambda value: _write_environment(_CACHE_VARIABLE, value),
-    ),
+    _environment_flag(_CACHE_VARIABLE),
+    _environment_flag("TRITON_CACHE_DIR"),
 )
 
 
@@ -223,7 +228,7 @@ def safe_inductor_cache() -> dict[str, Any]:
     leaves it set; held as a flag, it goes with the run.
     """
     asked = os.environ.get(_CACHE_VARIABLE)
-    folder = asked or _default_inductor_cache()
+    folder = asked or default_inductor_cache()
     if not breaks_compile_commands(folder):
         return {} if asked else {"env.TORCHINDUCTOR_CACHE_DIR": folder}
     root = "/tmp" if os.name == "posix" else os.path.join(os.environ.get("SYSTEMDRIVE", "C:"), "\\")
@@ -236,7 +241,7 @@ def breaks_compile_commands(folder: str) -> bool:
     return any(character in folder for character in " '\"")
 
 
-def _default_inductor_cache() -> str:
+def default_inductor_cache() -> str:
     with cache_variable_kept():
         try:
             from torch._inductor.runtime.cache_dir_utils import default_cache_dir

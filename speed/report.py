@@ -109,24 +109,26 @@ class Timing:
 
 @dataclass
 class CompiledKind:
-    """What compiling one kind of repeated block cost in one run."""
+    """What compiling one kind of repeated block cost in one run; how often torch's cache had it."""
 
     name: str
     blocks: int
     compiles: int = 0
+    from_cache: int = 0
     seconds: float = 0.0
     failed: int = 0
 
 
 @dataclass
 class CompileFacts:
-    """Dynamo's own counters over one run."""
+    """Dynamo's own counters over one run, and the folder that compiled code is kept in."""
 
     kinds: list[CompiledKind] = field(default_factory=list)
     graphs: int = 0
     recompiles: int = 0
     graph_breaks: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    cache: str = ""
 
 
 @dataclass
@@ -364,6 +366,11 @@ def _timing_lines(report: Report) -> list[str]:
             f"compiled in this run: {kinds}; {compiled.recompiles} of them recompiles, "
             f"{sum(compiled.graph_breaks.values())} graph breaks, {compiled.seconds:.1f} s"
         )
+        if compiled.cache:
+            lines.append(
+                f"compiled from cache: {sum(kind.from_cache for kind in compiled.kinds)} of "
+                f"{sum(kind.compiles for kind in compiled.kinds)}; kept in {compiled.cache}"
+            )
     graphs = report.graphs
     if graphs.captured or graphs.replayed:
         lines.append(

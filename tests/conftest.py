@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -19,6 +20,14 @@ if "speed_tier" not in sys.modules:
     package = types.ModuleType("speed_tier")
     package.__path__ = [str(REPO)]
     sys.modules["speed_tier"] = package
+
+# Compiled code of the tests, and of the hosts they start, goes into no host's user folder, and one
+# test run after another finds what it has. Tests of the folder itself set their own.
+OWNER = os.getuid() if hasattr(os, "getuid") else "user"
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(tempfile.gettempdir(), f"speed_tier_tests_inductor_{OWNER}"),
+)
 
 try:
     import torch

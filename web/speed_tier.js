@@ -12,7 +12,7 @@ import { PanelPlace } from "./lib/panel_place.js";
 import { promptsOf } from "./lib/prompts.js";
 import { runs } from "./lib/run_store.js";
 import { Scheduler } from "./lib/scheduler.js";
-import { fetchReports } from "./lib/server.js";
+import { clearCompiled, fetchReports } from "./lib/server.js";
 import { STYLE } from "./lib/style.js";
 import { loadTexts } from "./lib/texts.js";
 
@@ -22,7 +22,7 @@ const TAB_SETTLES_MS = 300; // the frontend names the tab on screen after it has
 const TOGGLE = "SpeedTier.Panel.toggle";
 
 const prompts = promptsOf(app, api);
-const panel = new Panel(runs, () => void readSnapshot());
+const panel = new Panel(runs, () => void readSnapshot(), () => clearCompiled(api));
 const place = new PanelPlace(app, panel);
 // Steps that are slower than this are drawn one by one. Of 30 ms steps a draw every 400 ms takes
 // under 1 % of the page's main thread; the panel with its growing chart costs five times as much.

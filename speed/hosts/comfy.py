@@ -279,12 +279,13 @@ def _host_facts(
         spare_bytes=lambda: _spare_bytes(model, x),
         hold_interrupts=_hold_interrupts,
         norm_weight=_norm_weight,
-        state_folder=_state_folder(),
+        state_folder=state_folder(),
         participant=_participant(options),
     )
 
 
-def _state_folder() -> Path:
+def state_folder() -> Path:
+    """Where the pack may keep files between processes."""
     import folder_paths
 
     # Marked as the system's, so that the host serves it to nobody.

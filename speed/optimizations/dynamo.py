@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn.modules import module as nn_module
@@ -86,13 +86,35 @@ def _sdpa_state() -> str:
     """What attention is chosen by outside a graph: part of the key of every cached graph."""
     cuda = torch.backends.cuda
     on = [name for name in _SDPA if (read := getattr(cuda, f"{name}_sdp_enabled", None)) and read()]
-    order = getattr(torch._C, "_get_sdp_priority_order", list)()
+    order: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
     return f"{torch.__version__} {on} {order}"
 
 
 def graph_count() -> int:
     """How many graphs Dynamo has compiled in this process."""
-    return int(_counters()["stats"]["unique_graphs"])
+    return compiled().graphs
+
+
+class Compiled(NamedTuple):
+    """What was compiled in this process: graphs, and how many of them torch's cache had."""
+
+    graphs: int
+    hits: int
+    misses: int
+
+    def __sub__(self, other: Compiled) -> Compiled:
+        return Compiled(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
+
+    @property
+    def all_from_cache(self) -> bool:
+        return self.hits > 0 and self.misses == 0
+
+
+def compiled() -> Compiled:
+    """By Dynamo's and Inductor's own counters."""
+    graphs, inductor = _counters()["stats"]["unique_graphs"], _counters()["inductor"]
+    missed = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
+    return Compiled(int(graphs), int(inductor["fxgraph_cache_hit"]), int(missed))
 
 
 def graph_breaks() -> dict[str, int]:

@@ -29,10 +29,10 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from .. import probe
+from .. import compile_cache, probe
+from ..compile_cache import CompileCache
 from ..env import inductor_problem
 from ..families.base import RepeatedBlock
-from ..flags import safe_inductor_cache
 from ..gguf.foreign import stated_type
 from ..patching import GradOff, Patch, beneath, is_replaced
 from ..report import CompiledKind, CompileFacts
@@ -219,22 +219,31 @@ class BlockCall:
         if run is None or MODE.eager_blocks or not run.may_compile(self):
             return self.eager(args, kwargs)
         run.check_interrupt()
-        before = dynamo.graph_count()
+        before = dynamo.compiled()
         started = time.perf_counter()
         run.announce(self.kind)
         try:
-            owned = {name: _own_storage(value) for name, value in kwargs.items()}
-            code = self.kind.code_for((*args, *kwargs.values()))
-            output = code(self.block, *map(_own_storage, args), **owned)
+            try:
+                output = self._compiled(args, kwargs)
+            except dynamo.compile_failures() as error:
+                # A file that was cut off or overwritten costs time, and nothing else.
+                if not run.cache.make_anew(dynamo.plain_reason(error)):
+                    raise
+                output = self._compiled(args, kwargs)
         except dynamo.compile_failures() as error:
             failed_s = time.perf_counter() - started
             output = self.eager(args, kwargs)  # raises where the block itself is at fault
             run.fall_back(self.kind, error, failed_s)
             return output
         run.compiled_calls += 1
-        if (graphs := dynamo.graph_count() - before) > 0:
-            run.count(self.kind, graphs, time.perf_counter() - started)
+        if (made := dynamo.compiled() - before).graphs > 0:
+            run.count(self.kind, made, time.perf_counter() - started)
         return output
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        owned = {name: _own_storage(value) for name, value in kwargs.items()}
+        code = self.kind.code_for((*args, *kwargs.values()))
+        return code(self.block, *map(_own_storage, args), **owned)
 
 
 def _own_storage(value: Any) -> Any:
@@ -294,7 +303,8 @@ def build_blocks(blocks: list[RepeatedBlock], config: CompileConfig) -> Compiled
 class _RunState:
     """What happens to the compiled blocks of one denoiser in one run."""
 
-    def __init__(self, context: Context, blocks: CompiledBlocks) -> None:
+    def __init__(self, context: Context, blocks: CompiledBlocks, cache: CompileCache) -> None:
+        self.cache = cache
         self.facts = {k.name: CompiledKind(k.name, k.blocks) for k in blocks.kinds}
         self.graphs = 0
         self.recompiles = 0
@@ -325,11 +335,12 @@ class _RunState:
         if kind.compiles_ever == 0 and self._announce is not None:
             self._announce(kind.name, self._kinds.index(kind) + 1, len(self._kinds))
 
-    def count(self, kind: Kind, graphs: int, seconds: float) -> None:
+    def count(self, kind: Kind, made: dynamo.Compiled, seconds: float) -> None:
         facts = self.facts[kind.name]
         facts.compiles += 1
+        facts.from_cache += made.all_from_cache
         facts.seconds += seconds
-        self.graphs += graphs
+        self.graphs += made.graphs
         self.recompiles += kind.compiles_ever > 0
         kind.compiles_ever += 1
 
@@ -380,9 +391,13 @@ class _CompileHandle(Handle):
             recompiles=self.run.recompiles,
             graph_breaks=dynamo.new_graph_breaks(self.breaks_before),
             seconds=sum(kind.seconds for kind in self.run.facts.values()),
+            cache=self.run.cache.where,
         )
 
     def remove(self) -> None:
+        if self.run is not None:
+            kinds = self.run.facts.values()
+            self.run.cache.close(grown=any(k.compiles > k.from_cache for k in kinds))
         for call in self.blocks.calls.values():
             if self.run in call.runs:
                 call.runs.remove(self.run)
@@ -422,7 +437,11 @@ class RegionalCompile:
     def install(self, context: Context) -> Handle:
         dynamo.load()
         blocks = self._blocks(context)
-        run = _RunState(context, blocks)
+        cache = CompileCache()
+        if self.config.backend == "inductor":
+            cache = compile_cache.choose(context.host.state_folder, context.device)
+            cache.open()
+        run = _RunState(context, blocks, cache)
         patches = []
         foreign = 0
         for call in blocks.calls.values():
@@ -436,7 +455,7 @@ class RegionalCompile:
         if foreign:
             note += f"; {foreign} blocks run eager: another pack has replaced their forward"
         return _CompileHandle(
-            flags=safe_inductor_cache() if self.config.backend == "inductor" else {},
+            flags=cache.flags,
             patches=patches,
             note=note,
             blocks=blocks,

@@ -9,7 +9,8 @@ from speed_tier.tests.contracts.sources import REPO, code_files, imports, tree
 # Rooms of the pack and what each may import from the others; a room may always import itself.
 ROOMS = {
     "nodes": {"surface", "apply", "tiers", "report", "hosts", "comparison", "metrics"},
-    "surface": {"apply", "tiers", "report", "errors"},  # speed/__init__.py: re-exports
+    # speed/__init__.py: re-exports
+    "surface": {"apply", "compile_cache", "tiers", "report", "errors"},
     "apply": {
         *("optimizations", "families", "kernels", "gguf", "patching", "flags", "probe", "tiers"),
         *("timing", "report", "engagement", "self_check", "env", "errors"),
@@ -24,7 +25,7 @@ ROOMS = {
     },
     "optimizations": {
         *("kernels", "gguf", "families", "patching", "flags", "probe", "report", "timing"),
-        *("crash_canary", "cuda_graph", "fused_blocks", "env", "errors"),
+        *("crash_canary", "compile_cache", "cuda_graph", "fused_blocks", "env", "errors"),
     },
     "gguf": {"kernels", "env", "errors"},
     "fused_blocks": {"kernels", "patching", "env", "errors"},
@@ -36,6 +37,7 @@ ROOMS = {
         )
     },
     "cuda_graph": {"flags", "env", "errors"},
+    "compile_cache": {"flags", "env", "errors"},
     "tiers": {"env", "errors"},
     "env": {"errors"},
     "bounds": set(),

@@ -3,7 +3,9 @@
 import asyncio
 import copy
 import json
+import sys
 import time
+import types
 from collections import deque
 from types import SimpleNamespace
 
@@ -191,7 +193,7 @@ def test_the_route_has_the_runs_that_ended_newest_first(run, host):
     web = pytest.importorskip("aiohttp.web")
     server = SimpleNamespace(routes=web.RouteTableDef())
     register(server)
-    (route,) = server.routes
+    route, _ = server.routes
     assert (route.method, route.path) == ("GET", "/speed_tier/report")
     first, second = run(graph(1), "p1"), run(graph(2), "p2")
     answer = json.loads(asyncio.run(route.handler(None)).text)
@@ -256,3 +258,26 @@ def test_a_run_that_failed_is_served_to_nobody(run, host):
     host.execute("p2", "6", graph(1))
     host.end("1234")
     assert snapshot(host)["served"] == []
+
+
+def test_the_route_that_deletes_compiled_code_takes_nothing_from_the_request(
+    host, tmp_path, monkeypatch
+):
+    web = pytest.importorskip("aiohttp.web")
+    folders = types.ModuleType("folder_paths")
+    folders.get_user_directory = lambda: str(tmp_path)
+    monkeypatch.setitem(sys.modules, "folder_paths", folders)
+    state = tmp_path / "__speed_tier"
+    (state / "compiled" / "key" / "ab").mkdir(parents=True)
+    (state / "compiled" / "key" / "about.json").write_text("{}")
+    (state / "compiled" / "key" / "ab" / "code.so").write_bytes(b"x" * 1000)
+    (state / "measured.json").write_text("{}")
+    server = SimpleNamespace(routes=web.RouteTableDef())
+    register(server)
+    _, route = server.routes
+    assert (route.method, route.path) == ("POST", "/speed_tier/compiled/clear")
+    for freed in (1002, 0):
+        answer = json.loads(asyncio.run(route.handler(None)).text)
+        assert answer == {"freed_bytes": freed, "kept_bytes": 0}
+    assert not (state / "compiled" / "key").exists()
+    assert (state / "measured.json").exists()

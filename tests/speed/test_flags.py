@@ -36,6 +36,7 @@ OTHER_VALUES = {
     "cudnn.tf32": Precision(False),
     "float32_matmul_precision": "high",
     "env.TORCHINDUCTOR_CACHE_DIR": "/tmp/another",
+    "env.TRITON_CACHE_DIR": "/tmp/another/triton",
 }
 
 

@@ -19,6 +19,8 @@ export const count = (value) => (known(value) ? String(value) : DASH);
 
 export const gib = (bytes) => (known(bytes) ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : DASH);
 
+export const mebibytes = (bytes) => (known(bytes) ? `${(bytes / 2 ** 20).toFixed(1)} MiB` : DASH);
+
 export function clock(unixS) {
   return known(unixS) ? new Date(unixS * 1000).toLocaleTimeString() : DASH;
 }

@@ -3,7 +3,7 @@
 
 import { commonTop } from "./chart.js";
 import { button, copy, element, patch, write } from "./dom.js";
-import { DASH, clock, perStep, seconds, size, times } from "./format.js";
+import { DASH, clock, mebibytes, perStep, seconds, size, times } from "./format.js";
 import { row, runCard } from "./run_card.js";
 import { stateOf, tierOf } from "./run_store.js";
 import { text } from "./texts.js";
@@ -15,14 +15,16 @@ const COLUMNS = [
 export class Panel {
   #store;
   #onOpen;
+  #clearCompiled;
   #parts = null;
   #shown = ""; // run id; "" follows the newest
   #compared = ""; // run id; "" compares with nothing
   #drawn = {}; // what each part was drawn from
 
-  constructor(store, onOpen) {
+  constructor(store, onOpen, clearCompiled) {
     this.#store = store;
     this.#onOpen = onOpen;
+    this.#clearCompiled = clearCompiled;
   }
 
   get isOpen() {
@@ -40,7 +42,8 @@ export class Panel {
       button(text("copyJson"), "speed-tier-button", () => this.#copy((run) => asJson(run))),
       button(text("copyText"), "speed-tier-button", () => this.#copy((run) => run.text)),
     ];
-    bar.append(...copiers, said);
+    const cleaner = button(text("clearCompiled"), "speed-tier-button", () => this.#clear(cleaner));
+    bar.append(...copiers, cleaner, said);
     root.append(bar, cards, list);
     container.replaceChildren(root);
     this.#parts = { root, cards, list, said, copiers };
@@ -146,6 +149,20 @@ export class Panel {
     if (!run?.report) return;
     const copied = await copy(contentOf(run));
     if (this.#parts) write(this.#parts.said, text(copied ? "copied" : "notCopied"));
+  }
+
+  async #clear(cleaner) {
+    let answer = text("notCleared");
+    cleaner.disabled = true;
+    try {
+      const { freed, kept } = await this.#clearCompiled();
+      const sizes = { size: mebibytes(freed), kept: mebibytes(kept) };
+      answer = text(kept ? "clearedInPart" : "cleared", sizes);
+    } catch {
+      // The host is away, or the folder cannot be read: it says so.
+    }
+    cleaner.disabled = false;
+    if (this.#parts) write(this.#parts.said, answer);
   }
 }
 

@@ -11,6 +11,15 @@ async function json(api, path) {
 // Runs that ended and runs that go on, as nodes/routes.py gives them.
 export const fetchReports = (api) => json(api, "/speed_tier/report");
 
+// Deletes the compiled code that no run uses now; how much went and how much stayed.
+export async function clearCompiled(api) {
+  const path = "/speed_tier/compiled/clear";
+  const answer = await api.fetchApi(path, { method: "POST" });
+  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  const { freed_bytes: freed, kept_bytes: kept } = await answer.json();
+  return { freed, kept };
+}
+
 // Prompts that run or wait, as { id, clientId, workflowId }.
 export async function fetchQueue(api) {
   const queue = await json(api, "/queue");
