@@ -35,7 +35,7 @@ from .errors import NotFiniteError
 from .families import detect_family
 from .families.base import Family
 from .flags import FLAGS, describe, snapshot
-from .optimizations import OPTIMIZATIONS
+from .optimizations import OPTIMIZATIONS, dynamo
 from .optimizations.base import Context, Optimization
 from .report import REPORTS, CompileFacts, Report, Timing
 from .tiers import ResolvedTier, Switch, Tier, planned_features
@@ -99,6 +99,10 @@ class TieredModel:
 
     def begin(self, report: Report, device: torch.device, publish: Publish | None = None) -> Run:
         """Open a sampling run. The caller closes it in `finally`."""
+        request = self.request
+        planned = planned_features(request.resolved.tier, dict(request.switches))
+        if device.type != "cpu" and "regional_compile" in planned - disabled_features():
+            dynamo.load_beside()
         return Run(self.request, self._tokens, report, device, publish or _nobody)
 
     def new_report(self) -> Report:

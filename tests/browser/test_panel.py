@@ -97,6 +97,20 @@ def test_copies_are_the_servers_own(page: ComfyPage, ran: dict[str, Any]) -> Non
         assert (json.loads(copied) if at == 0 else copied) == expected
 
 
+def test_the_button_deletes_compiled_code_and_says_how_much(
+    page: ComfyPage, ran: dict[str, Any]
+) -> None:
+    key = page.server.instance / "user" / "__speed_tier" / "compiled" / "a key"
+    key.mkdir(parents=True)
+    (key / "about.json").write_text("{}")
+    (key / "code").write_bytes(b"x" * (5 * 2**20))
+    open_panel(page)
+    page.page.locator(".speed-tier-tools button").nth(2).click()
+    said = "Deleted 5.0 MiB. The next run of max compiles again."
+    page.wait("return document.querySelector('.speed-tier-said').textContent === arg", said)
+    assert not key.exists()
+
+
 def test_two_runs_side_by_side_by_keyboard(page: ComfyPage, ran: dict[str, Any]) -> None:
     open_panel(page)
     runs = page.server.get("/speed_tier/report")["runs"]

@@ -5,8 +5,9 @@ import threading
 
 import pytest
 import torch
-from speed_tier.speed import REPORTS, Switch
+from speed_tier.speed import REPORTS, Switch, TieredModel, TierRequest, resolve_tier
 from speed_tier.speed.flags import FLAGS, TF32
+from speed_tier.speed.optimizations import dynamo
 from speed_tier.speed.patching import Patch, active_patches
 from speed_tier.speed.report import CompiledKind, CompileFacts, GraphFacts, State
 from speed_tier.tests.speed import tiny
@@ -456,3 +457,25 @@ def test_the_real_table_engages_on_a_tiny_model_with_everything_forced():
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     session.tiered.release(model)
     assert torch.equal(tiny.output(model, inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("tier", "device", "disabled", "expected"),
+    [
+        ("max", "cuda", "", 1),
+        ("max", "cuda", "regional_compile", 0),
+        ("max", "cpu", "", 0),
+        ("default", "cuda", "", 0),
+        ("off", "cuda", "", 0),
+    ],
+)
+def test_inductor_is_loaded_beside_the_weights_where_it_will_be_used(
+    tier, device, disabled, expected, monkeypatch
+):
+    started = []
+    monkeypatch.setattr(dynamo, "load_beside", lambda: started.append(1))
+    monkeypatch.setenv("SPEED_TIER_DISABLE", disabled)
+    tiered = TieredModel(TierRequest(resolve_tier(tier, is_gguf=False)))
+    run = tiered.begin(tiered.new_report(), torch.device(device))
+    run.close("done")
+    assert len(started) == expected

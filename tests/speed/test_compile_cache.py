@@ -53,7 +53,7 @@ def key(state, name, last_used_s=0.0):
     return folder
 
 
-# -- which folder -----------------------------------------------------------------------------------
+# -- which folder ---------------------------------------------------------------------------------
 def test_a_run_gets_a_folder_of_its_key_in_the_hosts_user_folder(tmp_path, monkeypatch):
     cache = ours(tmp_path)
     assert cache.folder.parent == tmp_path / "compiled"
@@ -114,7 +114,9 @@ def test_without_a_user_folder_torchs_own_is_used():
     assert cache.folder is None
 
 
-@pytest.mark.parametrize("name", ["with blank", "o'brien", 'a "quote"', "x" * 200 + "/" + "y" * 200])
+@pytest.mark.parametrize(
+    "name", ["with blank", "o'brien", 'a "quote"', "x" * 200 + "/" + "y" * 200]
+)
 def test_a_path_that_builds_cannot_take_falls_back_with_the_reason(tmp_path, name):
     cache = choose(tmp_path / name, tiny.CPU)
     assert cache.folder is None
@@ -160,7 +162,7 @@ def test_a_network_drive_falls_back_with_the_reason(tmp_path, monkeypatch):
     assert ours(tmp_path / "network").folder is not None
 
 
-# -- whose code is run ------------------------------------------------------------------------------
+# -- whose code is run ----------------------------------------------------------------------------
 @posix
 def test_it_is_made_for_its_owner_alone(tmp_path):
     before = os.umask(0)
@@ -199,7 +201,7 @@ def test_a_link_is_not_followed(tmp_path, which):
         assert elsewhere.is_dir()
 
 
-# -- deleting ---------------------------------------------------------------------------------------
+# -- deleting -------------------------------------------------------------------------------------
 def test_keys_that_were_used_longest_ago_go_first_then_the_oldest_entries(tmp_path):
     oldest, older = key(tmp_path, "oldest", 3000), key(tmp_path, "older", 2000)
     current = key(tmp_path, "current")
