@@ -114,9 +114,9 @@ class CompiledKind:
     name: str
     blocks: int
     compiles: int = 0
-    from_cache: int = 0
     seconds: float = 0.0
     failed: int = 0
+    from_cache: int = 0
 
 
 @dataclass

@@ -35,7 +35,7 @@ INNER_KEYS = {
         "load_s", "first_step_s", "first_step_tax_s", "steps_s", "steady_step_s", "total_s",
         "vae_decode_s", "vae_note", "step_marks",
     },
-    "compile": {"kinds", "graphs", "recompiles", "graph_breaks", "seconds"},
+    "compile": {"kinds", "graphs", "recompiles", "graph_breaks", "seconds", "cache"},
     "graphs": {"captured", "kept", "replayed", "pool_bytes", "not_replayed"},
     "check": {
         "calls", "blocks", "block_error", "output_error", "seconds", "restarts", "unchecked",
@@ -57,7 +57,8 @@ def full_report(**changes):
         FeatureOutcome("regional_compile", State.FELL_BACK, "compile failed: x", "rounding"),
     ]
     report.timing = Timing(0.5, 9.0, 7.0, [9.0, 2.0, 2.0], 2.0, 14.0)
-    report.compile = CompileFacts([CompiledKind("layers", 30, 1, 6.5)], 1, 0, {"why": 2}, 6.5)
+    kinds = [CompiledKind("layers", 30, 2, 6.5, from_cache=1)]
+    report.compile = CompileFacts(kinds, 1, 0, {"why": 2}, 6.5, "/user/compiled/ab")
     report.graphs = GraphFacts(1, 2, 5, 2**29, {"first calls of a size": 1})
     report.latent_shape = [1, 16, 128, 128]
     report.steps = 3
@@ -106,7 +107,8 @@ def test_the_text_names_every_feature_with_its_reason():
         "steps (s): 9.000, 2.000, 2.000",
         "VAE decode not measured: the decode did not go through a Speed Tier node",
         "peak memory 3.00 GiB",
-        "compiled in this run: layers x30: 1; 0 of them recompiles, 2 graph breaks, 6.5 s",
+        "compiled in this run: layers x30: 2; 0 of them recompiles, 2 graph breaks, 6.5 s",
+        "compiled from cache: 1 of 2; kept in /user/compiled/ab",
         "graph break x2: why",
         "the first-step tax is paid back by 3 images like this",
         "CUDA graphs: 1 captured in this run, 2 kept (0.50 GiB), 5 calls replayed",
@@ -134,7 +136,7 @@ def test_a_run_served_from_the_cache_says_when_it_was_measured():
     assert (cached["from_cache"], live["from_cache"]) == (True, False)
     assert cached["measured_at"] == live["measured_at"]
     assert f"served from the host's cache; measured {cached['measured_at']}" in report.to_text(True)
-    assert "cache" not in report.to_text()
+    assert "served from" not in report.to_text()
 
 
 def test_an_error_and_a_foreign_model_are_in_the_text():
