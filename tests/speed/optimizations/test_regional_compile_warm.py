@@ -35,6 +35,7 @@ def test_a_restart_compiles_nothing_anew(runs):
     assert first["inductor"]["fxgraph_cache_miss"] == 1
     assert again["compiles"] == [1, 1, 0]
     assert again["cache"].startswith(str(runs["folder"]))
+    assert list(runs["folder"].rglob("fxgraph")), "compiled code went elsewhere"
     assert again["inductor"]["fxgraph_cache_hit"] == 1
     assert "fxgraph_cache_miss" not in again["inductor"]
     # A graph with sdpa_kernel in it went past this one.
