@@ -12,10 +12,11 @@ from speed_tier.tests.contracts.sources import REPO, code_files, tracked, tree
 
 SOURCES = tracked(".py", ".js", ".mjs")
 SPEED = REPO / "speed"
+SHARED = ("call_mode", "compile_config", "dynamo", "graph_rules", "graph_store")
 LEVERS = sorted(
     path
     for path in (SPEED / "optimizations").glob("*.py")
-    if path.stem not in ("__init__", "base", "call_mode", "dynamo", "graph_rules", "graph_store")
+    if path.stem not in ("__init__", "base", *SHARED)
 )
 DOC_LINES = ("Changes:", "Faster because:", "Fidelity:", "Process-wide:", "Declines:")
 
