@@ -11,8 +11,6 @@ ROOMS = {
     "nodes": {"surface", "apply", "tiers", "report", "hosts", "comparison", "metrics"},
     # speed/__init__.py: re-exports
     "surface": {"apply", "compile_cache", "tiers", "report", "errors"},
-    # speed/__init__.py: re-exports
-    "surface": {"apply", "compile_cache", "tiers", "report", "errors"},
     "apply": {
         *("optimizations", "families", "kernels", "gguf", "patching", "flags", "probe", "tiers"),
         *("timing", "report", "engagement", "self_check", "env", "errors"),
