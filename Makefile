@@ -97,6 +97,7 @@ bench: venv
 	$(PY) -m bench.levers --comfy "$(COMFYUI_PATH)" --fp32
 	$(PY) -m bench.compile_modes --comfy "$(COMFYUI_PATH)"
 	$(PY) -m bench.verify --comfy "$(COMFYUI_PATH)"
+	$(PY) -m bench.vae --comfy "$(COMFYUI_PATH)"
 
 clean:
 	rm -rf "$(VENV)" .cache .mypy_cache .ruff_cache demo_output test_output

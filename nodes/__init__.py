@@ -8,6 +8,7 @@ from .compare import SpeedTierCompare
 from .loader import SpeedTierLoader
 from .report import SpeedTierReport
 from .speed_tier import SpeedTier, SpeedTierAdvanced
+from .speed_tier_vae import SpeedTierVAE
 
 NODE_CLASS_MAPPINGS: Final = {
     "SpeedTier": SpeedTier,
@@ -15,6 +16,7 @@ NODE_CLASS_MAPPINGS: Final = {
     "SpeedTierLoader": SpeedTierLoader,
     "SpeedTierReport": SpeedTierReport,
     "SpeedTierCompare": SpeedTierCompare,
+    "SpeedTierVAE": SpeedTierVAE,
 }
 NODE_DISPLAY_NAME_MAPPINGS: Final = {
     "SpeedTier": "Speed Tier",
@@ -22,4 +24,5 @@ NODE_DISPLAY_NAME_MAPPINGS: Final = {
     "SpeedTierLoader": "Load Diffusion Model (Speed Tier)",
     "SpeedTierReport": "Speed Tier Report",
     "SpeedTierCompare": "Speed Tier Compare",
+    "SpeedTierVAE": "Speed Tier VAE",
 }

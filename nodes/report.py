@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
-from ..speed import REPORTS, Report
+from ..speed import REPORTS, SAMPLING, Report
 from .routes import graph_signature, upstream
 
-_TIER_NODES = ("SpeedTier", "SpeedTierAdvanced", "SpeedTierLoader", "SpeedTierCompare")
+_TIER_NODES = (
+    *("SpeedTier", "SpeedTierAdvanced", "SpeedTierLoader", "SpeedTierCompare"),
+    "SpeedTierVAE",
+)
 
 
 class _AnyType(str):
@@ -65,19 +69,47 @@ class SpeedTierReport:
             from_cache = run.prompt_id != _current_prompt_id()
             _shown[node_id] = (run.run_id, from_cache)
             text, data = run.to_text(from_cache), run.to_dict(from_cache)
+            decode = find_decode(prompt or {}, node_id)
+            if decode is not None and run.operation == SAMPLING:
+                timing = replace(run.timing, vae_decode_s=decode.timing.vae_decode_s)
+                run = replace(run, timing=timing)
+                text = f"{run.to_text(from_cache)}\n{decode.to_text()}"
+                data = {**run.to_dict(from_cache), "vae": decode.to_dict()}
         encoded = json.dumps(data)
         return {"ui": {"text": [text], "json": [encoded]}, "result": (value, text, encoded)}
 
 
 def find_run(prompt: dict[str, Any], node_id: str) -> tuple[Report | None, str]:
-    """The run whose result reaches a report node, or the sentence why there is none."""
+    """The run whose result reaches a report node, or the sentence why there is none.
+
+    A sampling run where there is one, else the run of a VAE.
+    """
     order = _breadth_first(prompt, node_id)
     tier_id = next((i for i in order if prompt[i].get("class_type") in _TIER_NODES), None)
     if tier_id is None:
         return None, "no Speed Tier node upstream of this report"
     runs = REPORTS.runs()
-    # By sampler first: in a graph with two passes the tier with the fewest hops is often the one
-    # of the earlier pass.
+    for wanted in (
+        [run for run in runs if run.operation == SAMPLING],
+        [run for run in runs if run.operation != SAMPLING],
+    ):
+        if (found := _nearest(prompt, order, wanted)) is not None:
+            return found, ""
+    return None, (
+        f"nothing upstream of this report has sampled with Speed Tier node {tier_id} in this "
+        "process: connect it after a sampler; a sampler at denoise 0 runs no step"
+    )
+
+
+def find_decode(prompt: dict[str, Any], node_id: str) -> Report | None:
+    """The decode of a tiered VAE whose picture reaches a report node."""
+    runs = [run for run in REPORTS.runs() if run.operation == "vae decode"]
+    return _nearest(prompt, _breadth_first(prompt, node_id), runs)
+
+
+def _nearest(prompt: dict[str, Any], order: list[str], runs: list[Report]) -> Report | None:
+    # By the node that ran first: in a graph with two passes the tier with the fewest hops is often
+    # the one of the earlier pass.
     for nearest in order:
         signature = graph_signature(prompt, nearest)
         found = [
@@ -88,11 +120,8 @@ def find_run(prompt: dict[str, Any], node_id: str) -> tuple[Report | None, str]:
             and run.graph_signature == signature
         ]
         if found:
-            return min(found, key=lambda run: order.index(run.node_id)), ""
-    return None, (
-        f"nothing upstream of this report has sampled with Speed Tier node {tier_id} in this "
-        "process: connect it after a sampler; a sampler at denoise 0 runs no step"
-    )
+            return min(found, key=lambda run: order.index(run.node_id))
+    return None
 
 
 def _breadth_first(prompt: dict[str, Any], node_id: str) -> list[str]:

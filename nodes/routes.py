@@ -101,6 +101,7 @@ class _Publisher:
             "client_id": self._client_id,
             "node_id": report.node_id,
             "sampler_node_id": report.sampler_node_id,
+            "operation": report.operation,
             "tier": report.tier,
         }
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from .apply import Call, Run, TieredModel, TierRequest, configured
 from .compile_cache import clear as clear_compile_cache
-from .report import REPORTS, Report
+from .report import REPORTS, SAMPLING, Report
 from .tiers import Switch, Tier, resolve_tier
+from .vae_run import TieredVae, vae_request
 
 __all__ = [
     "REPORTS",
+    "SAMPLING",
     "Call",
     "Report",
     "Run",
@@ -16,7 +18,9 @@ __all__ = [
     "Tier",
     "TierRequest",
     "TieredModel",
+    "TieredVae",
     "clear_compile_cache",
     "configured",
     "resolve_tier",
+    "vae_request",
 ]

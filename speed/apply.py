@@ -32,13 +32,13 @@ from . import self_check
 from .engagement import Call, Engagement, compile_facts, model_facts
 from .env import capabilities, disabled_features, versions
 from .errors import NotFiniteError
-from .families import detect_family
+from .families import FAMILIES, detect_family
 from .families.base import Family
 from .flags import FLAGS, describe, snapshot
 from .optimizations import OPTIMIZATIONS, dynamo
 from .optimizations.base import Context, Optimization
 from .report import REPORTS, CompileFacts, Report, Timing
-from .tiers import ResolvedTier, Switch, Tier, planned_features
+from .tiers import TIER_FEATURES, FeatureTable, ResolvedTier, Switch, Tier, planned_features
 from .timing import StepClock, first_step_tax_s, steady_step_s
 
 log = logging.getLogger("speed_tier.apply")
@@ -76,12 +76,16 @@ class TierRequest:
         switches: Per-feature choices of the Advanced node, by feature name.
         optimizations: The table to take features from; tests pass their own.
         self_check: Compare first calls with the untiered path, watch later ones.
+        families: The models it is for.
+        features: What each tier plans for them.
     """
 
     resolved: ResolvedTier
     switches: Mapping[str, Switch] = field(default_factory=dict)
     optimizations: tuple[Optimization, ...] = OPTIMIZATIONS
     self_check: bool = True
+    families: tuple[Family, ...] = FAMILIES
+    features: FeatureTable = field(default_factory=lambda: TIER_FEATURES)
 
     @property
     def is_off(self) -> bool:
@@ -202,7 +206,7 @@ class Run:
         engagement: Engagement,
         invoke: Callable[[Mapping[str, Any]], T],
     ) -> T:
-        detected = detect_family(call.denoiser)
+        detected = detect_family(call.denoiser, self.request.families)
         assert detected is not None, "something engaged on a model of no known family"
         output: T
         output, now = check.compare(call, detected[0], engagement, invoke)
@@ -229,9 +233,10 @@ class Run:
             return self._engage_each(call, only)
 
     def _engage_each(self, call: Call, only: Sequence[str] | None) -> Engagement:
-        detected = detect_family(call.denoiser)
-        engagement = Engagement(model_facts(call, detected))
-        wanted = planned_features(self.request.resolved.tier, dict(self.request.switches))
+        request = self.request
+        detected = detect_family(call.denoiser, request.families)
+        engagement = Engagement(model_facts(call, detected, request.families))
+        wanted = planned_features(request.resolved.tier, dict(request.switches), request.features)
         # Known to `close` from here on: an interrupt may come while the next one installs.
         self._engagements[id(call.denoiser)] = engagement
         dropped = self._dropped(call)
@@ -250,7 +255,8 @@ class Run:
                 earlier = name in self._dropped_before[id(call.denoiser)]
                 (engagement.skip if earlier else engagement.fell_back)(optimization, reason)
             elif only is None or name in only:
-                ctx = self._context(call, detected, name, tuple(engagement.handles))
+                engaged = tuple(n for n, h in engagement.handles.items() if not h.not_used)
+                ctx = self._context(call, detected, name, engaged)
                 self._install(engagement, optimization, ctx)
         engagement.seal()
         return engagement

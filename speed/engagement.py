@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .families import not_ours
+from .families import FAMILIES, not_ours
 from .families.base import Family
 from .optimizations.base import Handle, HostFacts, Optimization
 from .patching import PatchSet
@@ -139,8 +139,10 @@ def _model_number(denoiser: nn.Module) -> int:
     return _numbers[denoiser]
 
 
-def model_facts(call: Call, detected: tuple[Family, str] | None) -> ModelFacts:
-    """The called model, for the report; `detected` is its family and stack."""
+def model_facts(
+    call: Call, detected: tuple[Family, str] | None, families: tuple[Family, ...] = FAMILIES
+) -> ModelFacts:
+    """The called model, for the report; `detected` is its family, one of `families`, and stack."""
     facts = ModelFacts(
         class_name=type(call.denoiser).__name__,
         dtype=str(call.dtype).removeprefix("torch."),
@@ -149,7 +151,7 @@ def model_facts(call: Call, detected: tuple[Family, str] | None) -> ModelFacts:
         number=_model_number(call.denoiser),
     )
     if detected is None:
-        facts.note = not_ours(call.denoiser)
+        facts.note = not_ours(call.denoiser, families)
     else:
         facts.family, facts.stack = detected[0].name, detected[1]
     return facts

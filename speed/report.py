@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Final
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2  # 2 adds `operation`, and runs of a VAE
+SAMPLING: Final = "sampling"
 _KEPT_RUNS: Final = 64
 _MIN_STEPS: Final = 3  # a median of fewer is one number
 _WORTH_A_WORD_S: Final = 0.5  # of first-step tax
@@ -188,7 +189,12 @@ class Notice:
 
 @dataclass
 class Report:
-    """Everything that was measured and decided in one sampling run."""
+    """Everything that was measured and decided in one run.
+
+    A run is a sampling run, or one call of a VAE: `operation` is then "vae decode" or "vae encode",
+    `sampler_node_id` the node that called it, and a step one call of the VAE's own module (a tile,
+    or the pictures that go in together).
+    """
 
     tier_asked: str
     tier: str
@@ -220,11 +226,13 @@ class Report:
     versions: dict[str, str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
+    operation: str = SAMPLING
 
     def work(self) -> tuple[object, ...]:
         """What two runs must share for their speeds to be compared."""
         calls = self.evaluations / self.steps if self.steps else 0
-        return (self.model, tuple(self.latent_shape), self.text_tokens, self.sampler, calls)
+        shape = tuple(self.latent_shape)
+        return (self.operation, self.model, shape, self.text_tokens, self.sampler, calls)
 
     def engaged(self) -> list[str]:
         return [f.name for f in self.features if f.state is State.ENGAGED]
@@ -304,7 +312,8 @@ class Report:
         first = "" if tax is None else f", first-step tax {tax:.2f} s"
         engaged = ", ".join(self.engaged()) or "nothing engaged"
         total = "" if timing.total_s is None else f" {timing.total_s:.2f} s"
-        return f"Speed Tier {self.tier} {self.outcome}{total}{steady}{first}; {engaged}"
+        what = "" if self.operation == SAMPLING else f"{self.operation} "
+        return f"Speed Tier {what}{self.tier} {self.outcome}{total}{steady}{first}; {engaged}"
 
 
 def _clock(unix_s: float) -> str:
@@ -317,7 +326,9 @@ def _seconds(value: float | None) -> str:
 
 def _text_lines(report: Report, from_cache: bool) -> list[str]:
     asked = report.tier_asked or "unset"
-    lines = [f"Speed Tier: {report.tier} (asked: {asked}, {report.tier_reason}), {report.outcome}"]
+    is_vae = report.operation != SAMPLING
+    title = f"Speed Tier VAE, {report.operation[4:]}" if is_vae else "Speed Tier"
+    lines = [f"{title}: {report.tier} (asked: {asked}, {report.tier_reason}), {report.outcome}"]
     if report.error:
         lines.append(f"  {report.error}")
     if from_cache:
@@ -325,7 +336,8 @@ def _text_lines(report: Report, from_cache: bool) -> list[str]:
     else:
         lines.append(f"measured {_clock(report.started_unix_s)}")
     if report.sampler_node_id:
-        lines.append(f"sampler node {report.sampler_node_id}, Speed Tier node {report.node_id}")
+        caller = "called by" if is_vae else "sampler"
+        lines.append(f"{caller} node {report.sampler_node_id}, Speed Tier node {report.node_id}")
     model = report.model
     if model.class_name:
         family = model.family or "no known family"
@@ -347,16 +359,18 @@ def _text_lines(report: Report, from_cache: bool) -> list[str]:
 def _timing_lines(report: Report) -> list[str]:
     timing = report.timing
     steps = ", ".join(f"{s:.3f}" for s in timing.steps_s) or "none"
-    lines = [
-        f"load {_seconds(timing.load_s)}, whole run {_seconds(timing.total_s)}",
-        f"first step {_seconds(timing.first_step_s)} (tax {_seconds(timing.first_step_tax_s)}), "
-        f"steady step {_seconds(timing.steady_step_s)}",
-        f"steps (s): {steps}",
-    ]
-    if timing.vae_decode_s is None:
-        lines.append(f"VAE decode {timing.vae_note}")
+    lines = [f"load {_seconds(timing.load_s)}, whole run {_seconds(timing.total_s)}"]
+    if report.operation != SAMPLING:
+        lines.append(f"calls of the VAE (s): {steps}")
     else:
-        lines.append(f"VAE decode {_seconds(timing.vae_decode_s)}")
+        tax = _seconds(timing.first_step_tax_s)
+        lines += [
+            f"first step {_seconds(timing.first_step_s)} (tax {tax}), "
+            f"steady step {_seconds(timing.steady_step_s)}",
+            f"steps (s): {steps}",
+        ]
+        took = timing.vae_note if timing.vae_decode_s is None else _seconds(timing.vae_decode_s)
+        lines.append(f"VAE decode {took}")
     if report.peak_bytes is not None:
         lines.append(f"peak memory {report.peak_bytes / 2**30:.2f} GiB")
     compiled = report.compile
@@ -380,9 +394,8 @@ def _timing_lines(report: Report) -> list[str]:
     lines += _check_lines(report.check)
     lines += [f"graph break x{n}: {reason}" for reason, n in compiled.graph_breaks.items()]
     if report.speedup_against_off is not None:
-        lines.append(
-            f"{report.speedup_against_off:.2f}x the speed of the last off run of the same work"
-        )
+        off = "last off run" if report.operation == SAMPLING else "fastest off call"
+        lines.append(f"{report.speedup_against_off:.2f}x the speed of the {off} of the same work")
     if report.payback_images is not None:
         count = report.payback_images
         lines.append(

@@ -1,4 +1,4 @@
-"""Tiers and the one table that says what each of them plans.
+"""Tiers and the one table that says what each of them plans, for transformers and for VAEs.
 
 off is the host's own path. default is faster without waiting. max adds what costs one short
 compile or touches numbers. What is planned here may still be skipped, with a reason, where a
@@ -7,6 +7,7 @@ model, a card or another pack does not allow it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -30,7 +31,6 @@ class Switch(str, Enum):
 
 _DEFAULT_FEATURES: Final = (
     "attention_backend",
-    "cudnn_benchmark",
     "eager_patches",
     "gguf_dequant",
     "graph_capture",
@@ -39,10 +39,20 @@ _DEFAULT_FEATURES: Final = (
 ADVANCED_ONLY: Final = ("dequant_cache",)
 _MAX_ONLY_FEATURES: Final = ("tf32", "fused_qkv", "regional_compile")
 
-TIER_FEATURES: Final[dict[Tier, frozenset[str]]] = {
+_VAE_DEFAULT_FEATURES: Final = ("cudnn_benchmark", "channels_last")
+_VAE_MAX_ONLY_FEATURES: Final = ("tf32", "vae_compile")
+
+FeatureTable = Mapping[Tier, frozenset[str]]
+
+TIER_FEATURES: Final[FeatureTable] = {
     Tier.OFF: frozenset(),
     Tier.DEFAULT: frozenset(_DEFAULT_FEATURES),
     Tier.MAX: frozenset(_DEFAULT_FEATURES + _MAX_ONLY_FEATURES),
+}
+VAE_FEATURES: Final[FeatureTable] = {
+    Tier.OFF: frozenset(),
+    Tier.DEFAULT: frozenset(_VAE_DEFAULT_FEATURES),
+    Tier.MAX: frozenset(_VAE_DEFAULT_FEATURES + _VAE_MAX_ONLY_FEATURES),
 }
 
 
@@ -83,9 +93,13 @@ def resolve_tier(asked: str | None, is_gguf: bool) -> ResolvedTier:
     return ResolvedTier(tier.value, tier, "as asked")
 
 
-def planned_features(tier: Tier, switches: dict[str, Switch] | None = None) -> frozenset[str]:
+def planned_features(
+    tier: Tier,
+    switches: dict[str, Switch] | None = None,
+    table: FeatureTable = TIER_FEATURES,
+) -> frozenset[str]:
     """Names planned for `tier`, after the per-feature switches of the Advanced node."""
-    names = set(TIER_FEATURES[tier])
+    names = set(table[tier])
     for name, switch in (switches or {}).items():
         if switch is Switch.ON:
             names.add(name)

@@ -16,7 +16,13 @@ import { clearCompiled, fetchReports } from "./lib/server.js";
 import { STYLE } from "./lib/style.js";
 import { loadTexts } from "./lib/texts.js";
 
-const CLASSES = new Set(["SpeedTier", "SpeedTierAdvanced", "SpeedTierLoader", "SpeedTierCompare"]);
+const CLASSES = new Set([
+  "SpeedTier",
+  "SpeedTierAdvanced",
+  "SpeedTierLoader",
+  "SpeedTierCompare",
+  "SpeedTierVAE",
+]);
 const SETTING = "SpeedTier.Overlay.show";
 const TAB_SETTLES_MS = 300; // the frontend names the tab on screen after it has shown its graph
 const TOGGLE = "SpeedTier.Panel.toggle";

@@ -15,6 +15,7 @@ from torch import nn
 from ..env import Capabilities
 from ..families.base import Family
 from ..patching import Patch
+from ..probe import Trial
 from ..report import CompileFacts, GraphFacts
 
 
@@ -24,6 +25,12 @@ class Fidelity(str, Enum):
     EXACT = "bit-identical"
     ROUNDING = "rounding"
     LOSSY = "lossy"
+
+
+NormParameters = Callable[
+    [Any, torch.Tensor],
+    contextlib.AbstractContextManager[tuple[torch.Tensor | None, torch.Tensor | None]],
+]
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,10 @@ class HostFacts:
         spare_bytes: Device memory that neither the weights nor one forward of this size need.
         hold_interrupts: While entered, a cancel waits.
         norm_weight: (norm, input) to a context in which the norm's weight is where the input is.
+        norm_parameters: The same for a norm's weight and bias, None for what it has not.
         state_folder: Where the pack may keep files between processes, None = nowhere.
         participant: Who else acts inside the forward and may not be called twice, "" if nobody.
+        trial: The call itself, to be measured; None where it cannot be tried.
     """
 
     compiled_by: str = ""
@@ -51,8 +60,10 @@ class HostFacts:
     spare_bytes: Callable[[], int] | None = None
     hold_interrupts: Callable[[], contextlib.AbstractContextManager[object]] | None = None
     norm_weight: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None
+    norm_parameters: NormParameters | None = None
     state_folder: Path | None = None
     participant: str = ""
+    trial: Trial | None = None
 
 
 @dataclass(frozen=True)

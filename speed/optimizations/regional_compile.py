@@ -71,12 +71,12 @@ def kind_signature(block: nn.Module) -> tuple[object, ...]:
 class Kind:
     """One kind of block and its compiled code."""
 
-    def __init__(self, name: str, block_class: type[nn.Module], config: CompileConfig) -> None:
+    def __init__(self, name: str, forward: Callable[..., Any], config: CompileConfig) -> None:
         self.name = name
         self.blocks = 0
         self.compiles_ever = 0
         self.broken = ""  # this kind cannot be compiled in this process: the reason
-        self._block_class = block_class
+        self._forward = forward
         self._config = config
         self._first_size: tuple[torch.Size, ...] | None = None
         self._first_size_code: Callable[..., Any] | None = None
@@ -99,7 +99,7 @@ class Kind:
     def _compile(self, name: str, dynamic: bool) -> Callable[..., Any]:
         config = self._config
         return torch.compile(
-            _entry_point(name, self._block_class.forward),
+            _entry_point(name, self._forward),
             backend=config.backend,
             dynamic=dynamic,
             mode=config.mode,
@@ -135,7 +135,7 @@ class BlockCall:
     def __init__(self, block: nn.Module, kind: Kind) -> None:
         self.block = block
         self.kind = kind
-        self.runs: list[_RunState] = []  # open runs; one may be nested in another
+        self.runs: list[RunState] = []  # open runs; one may be nested in another
         # The dicts themselves: hooks added later show up in them.
         children = [child for child in block.modules() if child is not block]
         self._hooks = [c._forward_hooks for c in children] + [
@@ -160,6 +160,10 @@ class BlockCall:
         if forward is None or isinstance(forward, BlockCall):  # the same run's, or an outer one's
             return type(self.block).forward(self.block, *args, **kwargs)
         return forward(*args, **kwargs)
+
+    def prepared(self, value: Any) -> Any:
+        """An argument as the compiled code gets it."""
+        return _own_storage(value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.runs[-1] if self.runs else None
@@ -188,9 +192,9 @@ class BlockCall:
         return output
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        owned = {name: _own_storage(value) for name, value in kwargs.items()}
+        owned = {name: self.prepared(value) for name, value in kwargs.items()}
         code = self.kind.code_for((*args, *kwargs.values()))
-        return code(self.block, *map(_own_storage, args), **owned)
+        return code(self.block, *map(self.prepared, args), **owned)
 
 
 def _own_storage(value: Any) -> Any:
@@ -240,14 +244,14 @@ def build_blocks(blocks: list[RepeatedBlock], config: CompileConfig) -> Compiled
         name = alike[0].path.rsplit(".", 1)[0]
         if taken := sum(kind.name.split("#")[0] == name for kind in kinds):
             name = f"{name}#{taken + 1}"
-        kind = Kind(name, type(alike[0].module), config)
+        kind = Kind(name, type(alike[0].module).forward, config)
         kind.blocks = len(alike)
         kinds.append(kind)
         calls.update({block.path: BlockCall(block.module, kind) for block in alike})
     return CompiledBlocks(kinds, calls)
 
 
-class _RunState:
+class RunState:
     """What happens to the compiled blocks of one denoiser in one run."""
 
     def __init__(self, context: Context, blocks: CompiledBlocks, cache: CompileCache) -> None:
@@ -302,10 +306,19 @@ class _RunState:
             kind.broken = reason  # it would fail again; a hit limit may pass with known sizes
 
 
+def open_cache(config: CompileConfig, context: Context) -> CompileCache:
+    """Where one run's compiled code is kept; the run's handle closes it."""
+    if config.backend != "inductor":
+        return CompileCache()
+    cache = compile_cache.choose(context.host.state_folder, context.device)
+    cache.open()
+    return cache
+
+
 @dataclass
-class _CompileHandle(Handle):
+class CompileHandle(Handle):
     blocks: CompiledBlocks = field(default_factory=lambda: CompiledBlocks([], {}))
-    run: _RunState | None = None
+    run: RunState | None = None
     config: CompileConfig = field(default_factory=CompileConfig)
     grad_off: GradOff | None = None
     breaks_before: dict[str, int] = field(default_factory=dict)
@@ -384,11 +397,7 @@ class RegionalCompile:
     def install(self, context: Context) -> Handle:
         dynamo.load()
         blocks = self._blocks(context)
-        cache = CompileCache()
-        if self.config.backend == "inductor":
-            cache = compile_cache.choose(context.host.state_folder, context.device)
-            cache.open()
-        run = _RunState(context, blocks, cache)
+        run = RunState(context, blocks, open_cache(self.config, context))
         patches = []
         foreign = 0
         for call in blocks.calls.values():
@@ -401,8 +410,8 @@ class RegionalCompile:
         note = f"{len(blocks.kinds)} kind{'s' * (len(blocks.kinds) != 1)} of block: {kinds}"
         if foreign:
             note += f"; {foreign} blocks run eager: another pack has replaced their forward"
-        return _CompileHandle(
-            flags=cache.flags,
+        return CompileHandle(
+            flags=run.cache.flags,
             patches=patches,
             note=note,
             blocks=blocks,

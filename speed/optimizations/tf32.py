@@ -4,7 +4,7 @@ Changes: fp32 matmul and cudnn operate on 10-bit mantissas. bf16 and fp16 work i
 Faster because: tensor cores take TF32; they do not take fp32.
 Fidelity: rounding, of the fp32 parts only.
 Process-wide: matmul.tf32 and cudnn.tf32, held for the run.
-Declines: without an NVIDIA card of compute capability 8.0 or newer.
+Declines: without an NVIDIA card of compute capability 8.0 or newer; for a VAE that is not fp32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 import torch
 from torch import nn
 
+from ..families.vae import VaeFamily
 from ..flags import TF32 as TF32_VALUE
 from .base import Context, Fidelity, Handle
 
@@ -29,6 +30,8 @@ class Tf32:
     def check(self, context: Context) -> str | None:
         if context.forced:
             return None
+        if isinstance(context.family, VaeFamily) and context.dtype != torch.float32:
+            return f"nothing to do: this VAE computes in {context.dtype}"
         found = context.capabilities
         if not found.is_nvidia or found.compute_capability is None:
             return f"TF32 needs an NVIDIA card; found {found.device_type} ({found.device_name})"

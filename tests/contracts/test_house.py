@@ -6,18 +6,22 @@ import re
 import pytest
 from speed_tier.nodes.speed_tier import FEATURE_TOOLTIPS
 from speed_tier.speed.families import FAMILIES
-from speed_tier.speed.optimizations import OPTIMIZATIONS
+from speed_tier.speed.optimizations import OPTIMIZATIONS, VAE_OPTIMIZATIONS
 from speed_tier.speed.optimizations.base import Fidelity
 from speed_tier.tests.contracts.sources import REPO, code_files, tracked, tree
 
 SOURCES = tracked(".py", ".js", ".mjs")
 SPEED = REPO / "speed"
-SHARED = ("call_mode", "compile_config", "dynamo", "graph_rules", "graph_store")
+HELPERS = (
+    *("base", "call_mode", "compile_config", "dynamo", "graph_rules", "graph_store"),
+    "measured",
+)
 LEVERS = sorted(
     path
     for path in (SPEED / "optimizations").glob("*.py")
-    if path.stem not in ("__init__", "base", *SHARED)
+    if path.stem not in ("__init__", *HELPERS)
 )
+EVERY_ROW = tuple({row.name: row for row in OPTIMIZATIONS + VAE_OPTIMIZATIONS}.values())
 DOC_LINES = ("Changes:", "Faster because:", "Fidelity:", "Process-wide:", "Declines:")
 
 
@@ -105,10 +109,10 @@ def test_an_optimization_says_its_five_lines_in_order(path):
 
 
 def test_every_optimization_file_is_a_row_and_every_row_a_file():
-    assert [path.stem for path in LEVERS] == sorted(row.name for row in OPTIMIZATIONS)
+    assert [path.stem for path in LEVERS] == sorted(row.name for row in EVERY_ROW)
 
 
-@pytest.mark.parametrize("row", OPTIMIZATIONS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", EVERY_ROW, ids=lambda row: row.name)
 def test_a_row_keeps_the_contract(row):
     assert isinstance(row.fidelity, Fidelity)
     for method in ("check", "install", "release"):
@@ -116,7 +120,7 @@ def test_a_row_keeps_the_contract(row):
     assert hash(row) == hash(type(row)()), "rows are frozen values"
 
 
-def test_every_feature_has_a_tooltip_and_no_tooltip_is_left_over():
+def test_every_feature_of_a_transformer_has_a_tooltip_and_no_tooltip_is_left_over():
     assert set(FEATURE_TOOLTIPS) == {row.name for row in OPTIMIZATIONS}
     for text in FEATURE_TOOLTIPS.values():
         assert text.endswith(".")

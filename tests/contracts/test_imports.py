@@ -10,7 +10,7 @@ from speed_tier.tests.contracts.sources import REPO, code_files, imports, tree
 ROOMS = {
     "nodes": {"surface", "apply", "tiers", "report", "hosts", "comparison", "metrics"},
     # speed/__init__.py: re-exports
-    "surface": {"apply", "compile_cache", "tiers", "report", "errors"},
+    "surface": {"apply", "compile_cache", "vae_run", "tiers", "report", "errors"},
     "apply": {
         *("optimizations", "families", "kernels", "gguf", "patching", "flags", "probe", "tiers"),
         *("timing", "report", "engagement", "self_check", "env", "errors"),
@@ -19,9 +19,19 @@ ROOMS = {
     "self_check": {
         *("engagement", "bounds", "families", "flags", "patching", "report", "env", "errors"),
     },
+    "vae_run": {
+        "apply",
+        "engagement",
+        "families",
+        "optimizations",
+        "flags",
+        "patching",
+        "report",
+        "tiers",
+    },
     "hosts": {
         *("gguf", "kernels", "families", "patching", "flags", "timing", "report"),
-        *("env", "errors", "apply", "tiers", "optimizations"),
+        *("env", "errors", "apply", "vae_run", "tiers", "optimizations"),
     },
     "optimizations": {
         *("kernels", "gguf", "families", "patching", "flags", "probe", "report", "timing"),
@@ -32,10 +42,11 @@ ROOMS = {
     **{
         room: {"env", "errors"}
         for room in (
-            *("families", "patching", "flags", "probe", "timing", "report", "kernels"),
+            *("families", "patching", "flags", "timing", "report", "kernels"),
             "crash_canary",
         )
     },
+    "probe": {"timing", "env", "errors"},
     "cuda_graph": {"flags", "env", "errors"},
     "compile_cache": {"flags", "env", "errors"},
     "tiers": {"env", "errors"},

@@ -7,7 +7,6 @@ from typing import Any
 Link = list[Any]
 FEATURES = (
     "attention_backend",
-    "cudnn_benchmark",
     "eager_patches",
     "gguf_dequant",
     "dequant_cache",

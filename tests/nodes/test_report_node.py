@@ -216,3 +216,48 @@ def test_what_the_host_reads_of_the_class():
     assert inputs["hidden"] == {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"}
     assert len(SpeedTierReport.RETURN_TYPES) == len(SpeedTierReport.RETURN_NAMES) == 3
     assert callable(getattr(SpeedTierReport, SpeedTierReport.FUNCTION))
+
+
+def with_vae_tier():
+    """The decoder's VAE comes through a tier of its own."""
+    prompt = graph()
+    prompt["7"] = {"class_type": "VAELoader", "inputs": {"vae_name": "ae.safetensors"}}
+    prompt["8"] = {"class_type": "SpeedTierVAE", "inputs": {"vae": ["7", 0], "tier": "max"}}
+    prompt["5"]["inputs"]["vae"] = ["8", 0]
+    return prompt
+
+
+def as_decode(report, operation="vae decode"):
+    report.operation = operation
+    report.timing.vae_decode_s = 0.25
+    return report
+
+
+def test_the_decode_stands_beneath_the_sampling(run):
+    prompt = with_vae_tier()
+    sampled = run(prompt)
+    decoded = as_decode(run(prompt, tier_id="8", sampler_id="5"))
+    assert found(prompt) is sampled
+    text, data = (show(prompt)["ui"][name][0] for name in ("text", "json"))
+    assert text.startswith("Speed Tier: max")
+    assert "\nVAE decode 0.250 s\n" in text and "\nSpeed Tier VAE, decode: max" in text
+    data = json.loads(data)
+    assert (data["run_id"], data["vae"]["run_id"]) == (sampled.run_id, decoded.run_id)
+    assert data["timing"]["vae_decode_s"] == 0.25
+    assert sampled.timing.vae_decode_s is None, "the filed report is not changed"
+
+
+def test_a_decode_without_a_sampler_of_ours_is_shown_itself(run):
+    prompt = with_vae_tier()
+    prompt["4"]["inputs"]["model"] = ["1", 0]
+    decoded = as_decode(run(prompt, tier_id="8", sampler_id="5"))
+    assert found(prompt) is decoded
+    assert show(prompt)["ui"]["text"][0].startswith("Speed Tier VAE, decode: max")
+
+
+def test_an_encode_is_not_taken_for_the_decode(run):
+    prompt = with_vae_tier()
+    run(prompt)
+    as_decode(run(prompt, tier_id="8", sampler_id="5"), "vae encode")
+    assert "VAE decode not measured" in show(prompt)["ui"]["text"][0]
+    assert "vae" not in json.loads(show(prompt)["ui"]["json"][0])

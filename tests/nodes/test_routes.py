@@ -136,6 +136,7 @@ def test_events_go_to_the_page_that_queued_the_prompt(host):
         "client_id": "page 1",
         "node_id": "2",
         "sampler_node_id": "4",
+        "operation": "sampling",
         "tier": "max",
     }
     assert json.loads(json.dumps(message)) == message

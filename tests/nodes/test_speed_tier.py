@@ -28,6 +28,7 @@ def test_ids_and_names_stay():
         "SpeedTierLoader",
         "SpeedTierReport",
         "SpeedTierCompare",
+        "SpeedTierVAE",
     ]
     assert set(nodes.NODE_DISPLAY_NAME_MAPPINGS) == set(nodes.NODE_CLASS_MAPPINGS)
     assert list(SpeedTier.INPUT_TYPES()["required"]) == ["model", "tier"]

@@ -145,9 +145,9 @@ def test_switched_off_by_the_environment_and_by_hand(monkeypatch):
 
 def test_what_the_tier_does_not_plan_is_not_in_the_report():
     log = []
-    session = Session(Fake("tf32", log), Fake("cudnn_benchmark", log), tier="default")
+    session = Session(Fake("tf32", log), Fake("attention_backend", log), tier="default")
     session.call()
-    assert [f.name for f in session.finish().features] == ["cudnn_benchmark"]
+    assert [f.name for f in session.finish().features] == ["attention_backend"]
 
 
 def test_off_opens_nothing():

@@ -13,13 +13,11 @@ from speed_tier.speed.tiers import (
 
 NAMES = [optimization.name for optimization in OPTIMIZATIONS]
 
-# design.md: backend flags, memory format, eager patches, GGUF dequant, fused QKV, regional
+# design.md: backend flags, eager patches, GGUF dequant, fused QKV, regional
 # compile, graph capture. A row that is not there yet keeps its place.
 INSTALL_ORDER = [
     "tf32",
-    "cudnn_benchmark",
     "attention_backend",
-    "channels_last",
     "eager_patches",
     "gguf_dequant",
     "dequant_cache",

@@ -7,7 +7,9 @@ import { stateOf, tierOf } from "./run_store.js";
 import { text } from "./texts.js";
 
 export function runTitle(run) {
-  return `${tierOf(run)} · ${text(stateOf(run), run)} · ${clock(run.started_unix_s)}`;
+  const isVae = (run.operation ?? "sampling") !== "sampling";
+  const what = isVae ? ` · ${text(run.operation.replace(" ", "_"))}` : "";
+  return `${tierOf(run)}${what} · ${text(stateOf(run), run)} · ${clock(run.started_unix_s)}`;
 }
 
 export function runCard(run, top) {
