@@ -24,7 +24,7 @@ WHOLE = "the whole forward"
 @pytest.fixture(autouse=True)
 def toy_is_a_family(monkeypatch):
     known = {tiny.Toy: (tiny.TOY, "comfyui")}
-    monkeypatch.setattr(apply, "detect_family", lambda denoiser: known.get(type(denoiser)))
+    monkeypatch.setattr(apply, "detect_family", lambda model, _: known.get(type(model)))
 
 
 class Session:
