@@ -22,6 +22,7 @@ _CHECK_TOOLTIP = (
 )
 FEATURE_TOOLTIPS = {
     "attention_backend": "Run attention with the fused kernel that measures fastest on this card.",
+    "cudnn_benchmark": "Let cudnn measure its convolution algorithms. The transformer has none.",
     "eager_patches": "Run the pointwise parts of every block in a few fused kernels.",
     "gguf_dequant": "Dequantise GGUF weights with one kernel a type.",
     "dequant_cache": "Keep the largest GGUF layers dequantised, up to dequant_cache_gib.",

@@ -31,6 +31,7 @@ class Switch(str, Enum):
 
 _DEFAULT_FEATURES: Final = (
     "attention_backend",
+    "cudnn_benchmark",
     "eager_patches",
     "gguf_dequant",
     "graph_capture",

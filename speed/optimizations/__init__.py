@@ -24,6 +24,7 @@ from .vae_compile import VaeCompile
 # the graph last, which records what they all come to.
 OPTIMIZATIONS: Final[tuple[Optimization, ...]] = (
     Tf32(),
+    CudnnBenchmark(),
     AttentionBackend(),
     EagerPatches(),
     GgufDequant(),

@@ -7,6 +7,7 @@ from typing import Any
 Link = list[Any]
 FEATURES = (
     "attention_backend",
+    "cudnn_benchmark",
     "eager_patches",
     "gguf_dequant",
     "dequant_cache",

@@ -17,6 +17,7 @@ NAMES = [optimization.name for optimization in OPTIMIZATIONS]
 # compile, graph capture. A row that is not there yet keeps its place.
 INSTALL_ORDER = [
     "tf32",
+    "cudnn_benchmark",
     "attention_backend",
     "eager_patches",
     "gguf_dequant",

@@ -113,7 +113,7 @@ def test_what_engages_is_named(session):
     assert session.report.engaged() == ENGAGED
     assert session.report.outcome == "done"
     assert (session.report.model.family, session.report.model.stack) == (session.name, "diffusers")
-    for name, reason in (("attention_backend", "NVIDIA"),):
+    for name, reason in (("cudnn_benchmark", "no convolutions"), ("attention_backend", "NVIDIA")):
         assert session.report.feature(name).state is State.SKIPPED
         assert reason in session.report.feature(name).reason
 
