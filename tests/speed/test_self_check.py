@@ -235,13 +235,20 @@ def test_blocks_get_the_options_of_the_tier_only_in_the_tiered_call():
     assert seen == [None, 1, None, 1, 1, 1]
 
 
-def test_a_participant_that_may_count_calls_is_not_called_twice():
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        (HostFacts(participant="a wrapper takes part"), "a wrapper takes part"),
+        (HostFacts(compiled_by="another node"), "another node compiles this model"),
+    ],
+)
+def test_what_may_count_calls_or_trace_them_is_not_called_twice(host, said):
     session = Session(Fault("a"))
-    session.host = HostFacts(participant="a wrapper of another node takes part")
+    session.host = host
     session.call(session.input())
     assert session.invoked == 1
     facts = session.finish().check
-    assert (facts.calls, facts.unchecked) == (0, "a wrapper of another node takes part")
+    assert (facts.calls, facts.unchecked) == (0, said)
 
 
 def test_switched_off_nothing_is_compared():
