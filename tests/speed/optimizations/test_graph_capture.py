@@ -1,6 +1,7 @@
 """When a graph is made, used, refused and dropped. The device is a stand-in that replays calls."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -422,7 +423,7 @@ def test_a_signature_that_ended_a_process_is_left_alone(tmp_path, recorder):
     host = HostFacts(state_folder=tmp_path)
     model = tiny.toy()
     recorder.fail = KeyboardInterrupt()  # what ends the process leaves the note in place
-    note = tmp_path / "graph_being_captured.json"
+    note = tmp_path / f"graph_being_captured.{os.getpid()}.json"
     noted = []
     recorder.capture = lambda *a, **k: (noted.append(note.read_text()), [][1])
     with pytest.raises(IndexError):
