@@ -152,6 +152,17 @@ def compiled() -> Compiled:
     return Compiled(int(graphs), int(inductor["fxgraph_cache_hit"]), int(missed))
 
 
+def constant_floats() -> contextlib.AbstractContextManager[Any]:
+    """Numbers that compiled code reads are constants, also where sizes are symbols."""
+    import torch._dynamo.config as config
+
+    if not hasattr(config, "specialize_float"):
+        return contextlib.nullcontext()
+    settings: Any = config
+    patched: contextlib.AbstractContextManager[Any] = settings.patch(specialize_float=True)
+    return patched
+
+
 def graph_breaks() -> dict[str, int]:
     """Graph breaks by reason, as Dynamo counts them."""
     return dict(_counters()["graph_break"])

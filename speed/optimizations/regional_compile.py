@@ -15,6 +15,7 @@ through their instance's `forward`, so names, parameters and the block's own hoo
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import re
@@ -94,6 +95,7 @@ class Kind:
         if self._code is None:
             dynamic = self._config.dynamic
             self._code = self._compile(self.name, dynamic=True if dynamic is None else dynamic)
+            return functools.partial(_with_constant_floats, self._code)
         return self._code
 
     def _compile(self, name: str, dynamic: bool) -> Callable[..., Any]:
@@ -105,6 +107,14 @@ class Kind:
             mode=config.mode,
             options=config.options(),
         )
+
+
+def _with_constant_floats(code: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # The first symbolic compile would take the norms' eps for a symbol, and torch starts such a
+    # compile again when it meets a kernel that wants the number. A number that does change (of
+    # another pack's patch) becomes a symbol in the next compile, as ever.
+    with dynamo.constant_floats():
+        return code(*args, **kwargs)
 
 
 def _shapes(values: Iterable[Any]) -> Iterator[torch.Size]:
