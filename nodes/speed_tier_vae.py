@@ -9,9 +9,8 @@ from . import routes
 from .speed_tier import TIERS
 
 _TIER_TOOLTIP = (
-    "off: the host's own path, bit for bit. default: a memory format and convolution algorithms, "
-    "where they measure faster on this card. max: compiled norms and TF32 as well; rounds "
-    "differently."
+    "off: the host's own path, bit for bit. default: a memory format, where it measures faster "
+    "on this card. max: compiled norms and TF32 as well; rounds differently."
 )
 
 

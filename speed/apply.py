@@ -159,6 +159,7 @@ class Run:
         self._retired: list[Engagement] = []
         self._check = self._new_check()
         self._watch = self_check.FiniteWatch()
+        self.can_begin_again = False  # the host catches NotFiniteError and begins again
         self._known: dict[int, self_check.Known] = {}
         self._dropped_before: dict[int, frozenset[str]] = {}
         self._lock = threading.RLock()
@@ -348,7 +349,7 @@ class Run:
         self._step_marks.append("compile" if compiles > self._compiles_seen else first)
         self._compiles_seen = compiles
         self.publish("step", lambda: self._step_facts(step, total))
-        if self._may_start_again() and self._watch.is_broken():
+        if self.can_begin_again and self._may_start_again() and self._watch.is_broken():
             raise NotFiniteError("a step gave values that are not finite")
 
     def _may_start_again(self) -> bool:
@@ -370,7 +371,7 @@ class Run:
             "a step gave values that are not finite; the run began again from its first step, "
             "every call beside off"
         )
-        self._check.every_call = True
+        self._check.every_call, self.can_begin_again = True, False
         if facts.unchecked:
             self._drop_everything(facts.unchecked)
         self._watch.forget()

@@ -49,6 +49,9 @@ class CheckBounds:
     output: float
 
 
+# Activations are quantised before a product: one rounding before that moves a value by a step of
+# the quantiser. Only gross faults can be told here.
+_QUANTISED: Final = CheckBounds(stream=2e-2, update=5e-1, gain=1e-1, output=5e-1)
 _TF32: Final = CheckBounds(stream=1e-3, update=1e-2, gain=2e-3, output=3e-2)
 CHECK_BOUNDS: Final[dict[torch.dtype, CheckBounds]] = {
     torch.float32: CheckBounds(stream=1e-5, update=1e-4, gain=2e-5, output=1e-3),
@@ -57,8 +60,12 @@ CHECK_BOUNDS: Final[dict[torch.dtype, CheckBounds]] = {
 }
 
 
-def check_bounds(dtype: torch.dtype, with_tf32: bool) -> CheckBounds:
+def check_bounds(
+    dtype: torch.dtype, with_tf32: bool, with_quantised_activations: bool = False
+) -> CheckBounds:
     """The self-check's bounds for a model that computes in `dtype`."""
+    if with_quantised_activations:
+        return _QUANTISED
     if dtype == torch.float32 and with_tf32:
         return _TF32
     return CHECK_BOUNDS.get(dtype, CHECK_BOUNDS[torch.bfloat16])

@@ -104,7 +104,7 @@ class CompileCache:
         if self.folder is None or self.folder in _MADE_HERE:
             return False
         reasons = _reasons(self.folder)
-        if reason in reasons:
+        if reason in reasons or _is_in_use(self.folder, but_for=os.getpid()):
             return False
         log.warning("%s is made anew: %s", self.folder, reason)
         with _lock:
@@ -326,10 +326,12 @@ def _last_used_s(key: Path) -> float:
         return 0.0
 
 
-def _is_in_use(key: Path) -> bool:
-    """Whether a run, of this or another process, has said that it uses `key`."""
+def _is_in_use(key: Path, but_for: int = 0) -> bool:
+    """Whether a run has said that it uses `key`; those of process `but_for` do not count."""
     with contextlib.suppress(OSError):
         for mark in (key.parent / _IN_USE).glob(f"{key.name}.*"):
+            if mark.name.startswith(f"{key.name}.{but_for}."):
+                continue
             if time.time() - mark.stat().st_mtime < _MARK_LASTS_S:
                 return True
             mark.unlink(missing_ok=True)

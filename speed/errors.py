@@ -21,5 +21,15 @@ class GGUFFileError(SpeedTierError):
     """A GGUF file is damaged, incomplete, of a kind that cannot be used, or not GGUF at all."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch, cuBLAS or the driver says that device memory ran out."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return True
+    said = str(error)
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in said.lower() or "CUBLAS_STATUS_ALLOC_FAILED" in said
+    )
+
+
 class NotFiniteError(SpeedTierError):
     """A tiered step gave NaN or infinity: the sampler is to begin again. Never seen by users."""

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,22 @@ from torch.utils import _pytree as pytree
 
 from .bounds import CheckBounds, check_bounds
 from .engagement import Call, Engagement
+from .errors import is_out_of_memory
 from .families.base import Family, RepeatedBlock
 from .flags import FLAGS
 from .patching import Patch, PatchSet, foreign
 from .report import CheckFacts
 
+T = TypeVar("T")
 Invoke = Callable[[Mapping[str, Any]], Any]
 
 NAME: Final = "self_check"
 _OPTIONS: Final = "transformer_options"
 _TEXT_APART: Final = 256  # prompts nearer than that in length are one signature
 _TRANSIENT: Final = 2  # bad comparisons that do not repeat, before everything is dropped
+_MASSIVE: Final = 10  # times the mean of the absolute values
+# What the weights of a LoRA reach as new code, not only as other numbers.
+_LORA_CODE: Final = frozenset({"gguf_dequant", "dequant_cache", "fused_qkv", "regional_compile"})
 _OUTPUT: Final = "the whole forward"
 
 
@@ -76,7 +81,8 @@ class Deviation:
         error: |tiered - off|, Frobenius.
         size: |off|.
         update: |off - input| for a block, |off| for the whole forward.
-        along: <tiered - off, off>.
+        gain: How much larger in scale, less one; over the elements of ordinary size, as a massive
+            one's rounding would be all there is to see.
         broken: Elements that are finite in off and not in tiered.
         off_broken: Elements that are not finite in off.
     """
@@ -85,7 +91,7 @@ class Deviation:
     error: float
     size: float
     update: float
-    along: float
+    gain: float
     broken: float
     off_broken: float
 
@@ -107,8 +113,8 @@ class Deviation:
             return ""
         if self.error > bounds.stream * self.size + bounds.update * self.update:
             return f"{self.place} is {self.relative:.2%} from off's"
-        if abs(gain := self.along / self.size**2) > bounds.gain:
-            return f"{self.place} is {1 + gain:.4f} times off's"
+        if abs(self.gain) > bounds.gain:
+            return f"{self.place} is {1 + self.gain:.4f} times off's"
         return ""
 
 
@@ -125,22 +131,26 @@ class Comparison:
         pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True)
         for tiered, off in pairs:
             if isinstance(off, Tensor) and off.is_floating_point():
-                before = next((i for i in inputs if i.shape == off.shape), None)
+                alike = [i for i in inputs if i.shape == off.shape]
                 self._places.append(place)
-                self._figures.append(_figures(tiered, off, before))
+                self._figures.append(_figures(tiered, off, alike))
 
     def deviations(self) -> list[Deviation]:
         rows = torch.stack(self._figures).cpu().tolist() if self._figures else []
         return [Deviation(place, *row) for place, row in zip(self._places, rows, strict=True)]
 
 
-def _figures(tiered: Tensor, off: Tensor, before: Tensor | None) -> Tensor:
+def _figures(tiered: Tensor, off: Tensor, inputs: list[Tensor]) -> Tensor:
     r = off.float()
     r_finite = torch.isfinite(r)
     d = tiered.float() - r
     broken = (r_finite & ~torch.isfinite(d)).sum()
-    u = r if before is None else r - before.float()
-    numbers = [d.norm(), r.norm(), u.norm(), (d * r).sum(), broken, (~r_finite).sum()]
+    # Two streams may be of one length: a block's output is nearest to its own.
+    update = [(r - given.float()).norm() for given in inputs]
+    u = torch.stack(update).min() if update else r.norm()
+    ordinary = torch.where(r.abs() <= _MASSIVE * r.abs().mean(), r, 0)
+    gain = (d * ordinary).sum() / (ordinary * ordinary).sum().clamp_min(1e-30)
+    numbers = [d.norm(), r.norm(), u, gain, broken, (~r_finite).sum()]
     return torch.stack([number.double() for number in numbers])
 
 
@@ -241,21 +251,35 @@ class SelfCheck:
         Returns:
             Its output, which is right, and what is engaged from here on.
         """
-        started = time.perf_counter()
+        started, known = time.perf_counter(), known_of(call.denoiser)
         try:
-            off, output, problem = self._both(call, family, engagement, invoke)
-            if not problem:
-                known_of(call.denoiser).passed.add(_signature(call, engagement))
-                return output, engagement
-            return off, self._blamed(call, family, engagement, invoke, problem)
-        except torch.OutOfMemoryError:
-            # Room for the tier alone is all that was asked for.
-            self.facts.unchecked = "not enough memory to run both ways"
-            known_of(call.denoiser).passed.add(_signature(call, engagement))
+            if call.host.dynamic_vram:
+                invoke({})  # a weight's first use there may round otherwise than all later ones
+            both = self._with_memory(call, lambda: self._both(call, family, engagement, invoke))
+            if both is not None and not both[2]:
+                known.passed.add(_signature(call, engagement))
+                known.transient = 0
+                return both[1], engagement
+            if both is not None:
+                return both[0], self._blamed(call, family, engagement, invoke, both[2])
         finally:
             self.facts.seconds += time.perf_counter() - started
+        # Room for the tier alone is all that was asked for.
+        self.facts.unchecked = "not enough memory to run both ways"
+        known.passed.add(_signature(call, engagement))
         with engagement.around_call():
             return invoke(engagement.options), engagement
+
+    def _with_memory(self, call: Call, work: Callable[[], T]) -> T | None:
+        """What `work` gives, or None where memory ran out and the model is fit for a next call."""
+        try:
+            return work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        if call.host.after_out_of_memory is not None:
+            call.host.after_out_of_memory(call.denoiser)
+        return None
 
     def _both(
         self, call: Call, family: Family, engagement: Engagement, invoke: Invoke
@@ -273,7 +297,8 @@ class SelfCheck:
         comparison.add(_OUTPUT, output, off)
         deviations = comparison.deviations()
         self._remember(call, deviations)
-        bounds = check_bounds(call.dtype, "tf32" in engagement.handles)
+        tf32, quantised = "tf32" in engagement.handles, _quantises(call.denoiser)
+        bounds = check_bounds(call.dtype, tf32, quantised)
         problem = next(filter(None, (one.problem(bounds) for one in deviations)), "")
         return off, output, problem
 
@@ -296,14 +321,30 @@ class SelfCheck:
         known = known_of(call.denoiser)
         names = list(engagement.handles)
         self._disengage(engagement)
+        blamed = self._with_memory(call, lambda: self._search(call, family, names, invoke, problem))
+        if blamed is None:
+            reason = f"{problem}; not enough memory to find out by which feature"
+            blamed = dict.fromkeys(names, reason)
+        known.dropped.update(blamed)
+        rest = self._engage(call, None)
+        tested = [name for name in names if name not in blamed]
+        # What only engages now that another is gone has not been compared.
+        if blamed and tested and list(rest.handles) == tested:
+            known.passed.add(_signature(call, rest))
+        return rest
+
+    def _search(
+        self, call: Call, family: Family, names: Sequence[str], invoke: Invoke, problem: str
+    ) -> dict[str, str]:
+        """Features at fault, with the reason; empty for a fault that does not repeat."""
+        known, names = known_of(call.denoiser), list(names)
+        blamed: dict[str, str] = {}
         found = self._trial(call, family, names, invoke)
         if not found:
             known.transient += 1
             self.facts.notes.append(f"{problem}; not when it was computed again")
-            if known.transient < _TRANSIENT:
-                return self._engage(call, None)
-            known.dropped.update(dict.fromkeys(names, f"{problem}, again and again"))
-            names = []
+            if known.transient >= _TRANSIENT:
+                blamed = dict.fromkeys(names, f"{problem}, again and again")
         while found:
             good, bad = 0, len(names)
             while bad - good > 1:
@@ -312,12 +353,9 @@ class SelfCheck:
                     bad, found = middle, reason
                 else:
                     good = middle
-            known.dropped[names.pop(bad - 1)] = found
+            blamed[names.pop(bad - 1)] = found
             found = self._trial(call, family, names, invoke)
-        rest = self._engage(call, None)
-        if names:
-            known.passed.add(_signature(call, rest))
-        return rest
+        return blamed
 
     def _trial(self, call: Call, family: Family, names: Sequence[str], invoke: Invoke) -> str:
         """What is wrong with exactly these features engaged, or ""."""
@@ -333,45 +371,58 @@ class SelfCheck:
 def _signature(call: Call, engagement: Engagement) -> Hashable:
     text = call.text_tokens // _TEXT_APART
     shape = (call.latent_shape, text, call.other_inputs, call.dtype, call.device)
-    return tuple(engagement.handles), shape, call.weights
+    weights = call.weights if _LORA_CODE & engagement.handles.keys() else None
+    return tuple(engagement.handles), shape, weights
+
+
+def _quantises(denoiser: nn.Module) -> bool:
+    """Whether layers may quantise their input: their weights are fp8 or of a class for that."""
+    return any(
+        type(weight).__name__ == "QuantizedTensor" or "float8" in str(weight.dtype)
+        for weight in denoiser.parameters()
+    )
 
 
 class FiniteWatch:
     """Whether every output so far was finite: kept on the device, read without waiting."""
 
     def __init__(self) -> None:
-        self._flag: Tensor | None = None
-        self._read: tuple[Tensor, torch.cuda.Event] | None = None
+        self._flags: dict[torch.device, Tensor] = {}
+        self._reads: dict[torch.device, tuple[Tensor, torch.cuda.Event]] = {}
 
     def add(self, output: Any) -> None:
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                if self._flag is None or self._flag.device != leaf.device:
-                    self._flag = torch.zeros((), device=leaf.device)
                 # Nothing times a sum is zero, or NaN where one of its terms is not finite.
-                self._flag = self._flag + leaf.sum(dtype=torch.float32) * 0
+                mark = leaf.sum(dtype=torch.float32) * 0
+                flag = self._flags.get(leaf.device)
+                self._flags[leaf.device] = mark if flag is None else flag + mark
 
     def is_broken(self) -> bool:
-        """What the device had found by the step before this one; on a CPU, by now."""
-        if self._flag is None:
-            return False
-        if self._flag.device.type != "cuda":
-            return not bool(torch.isfinite(self._flag))
+        """What the devices had found by the step before this one; a CPU, by now."""
+        found = [self._is_broken_on(device) for device in self._flags]  # each begins its next read
+        return any(found)
+
+    def _is_broken_on(self, device: torch.device) -> bool:
+        flag = self._flags[device]
+        if device.type != "cuda":
+            return not bool(torch.isfinite(flag))
         broken = False
-        if self._read is not None:
-            value, event = self._read
+        if (read := self._reads.get(device)) is not None:
+            value, event = read
             if not event.query():
                 return False
             broken = not bool(torch.isfinite(value))
-        copy = torch.empty((), pin_memory=True).copy_(self._flag, non_blocking=True)
+        copy = torch.empty((), pin_memory=True).copy_(flag, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._flag.device))
-        self._read = (copy, event)
+        event.record(torch.cuda.current_stream(device))
+        self._reads[device] = (copy, event)
         return broken
 
     def ended_broken(self) -> bool:
-        """The same of everything so far; waits for the device."""
-        return self._flag is not None and not bool(torch.isfinite(self._flag).cpu())
+        """The same of everything so far; waits for the devices."""
+        return any(not bool(torch.isfinite(flag).cpu()) for flag in self._flags.values())
 
     def forget(self) -> None:
-        self._flag = self._read = None
+        self._flags.clear()
+        self._reads.clear()

@@ -20,6 +20,7 @@ from torch import nn
 
 from .apply import Publish, Run, TieredModel, TierRequest
 from .engagement import Call, Engagement
+from .errors import is_out_of_memory
 from .families import VAE_FAMILIES
 from .flags import FLAGS
 from .optimizations import VAE_OPTIMIZATIONS
@@ -80,7 +81,7 @@ class VaeRun(Run):
         self._engaging_s += time.perf_counter() - started_s
         if self._calls == 0:  # what was compiled until now was compiled to be measured
             self._compiles_seen = sum(k.compiles + k.failed for k in self._compiled().kinds)
-        reason = ""
+        reason, ran_out = "", False
         try:
             output = super().call(call, invoke)
         except RuntimeError as error:  # out of memory is one
@@ -88,6 +89,9 @@ class VaeRun(Run):
                 raise
             # The exception holds every tensor of the call until this block is left.
             reason = f"failed in this call: {_short(error)}"
+            ran_out = is_out_of_memory(error)
+        if ran_out and call.host.after_out_of_memory is not None:
+            call.host.after_out_of_memory(call.denoiser)
         if not reason:
             if not _in_use(engagement) or _is_finite(output):
                 return self._counted(output)

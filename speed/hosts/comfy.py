@@ -31,7 +31,7 @@ from torch import nn
 from ..apply import Call, Publish, Run, TieredModel, TierRequest
 from ..errors import NotFiniteError
 from ..optimizations.base import HostFacts
-from ..patching import Patch, PatchSet
+from ..patching import Patch, PatchSet, is_replaced
 from ..report import Report
 from ..tiers import Tier
 
@@ -154,11 +154,19 @@ class _Session:
         run = self._runs[-1] if self._runs else None
         if run is None:
             return executor(guider, sigmas, extra_args, callback, noise, *args, **kwargs)
+        if _follows_a_schedule(guider):
+            # A LoRA's schedule is rewound by the host before this place only.
+            return executor(guider, sigmas, extra_args, callback, noise, *args, **kwargs)
         first_noise, random_state = noise.clone(), _random_state()
-        with contextlib.suppress(NotFiniteError):
+        run.can_begin_again = True
+        try:
             samples = executor(guider, sigmas, extra_args, callback, noise, *args, **kwargs)
             if not run.ended_broken():
                 return samples
+        except NotFiniteError:
+            pass
+        finally:
+            run.can_begin_again = False
         run.start_again()
         _set_random_state(random_state)
         return executor(guider, sigmas, extra_args, callback, first_noise, *args, **kwargs)
@@ -212,6 +220,11 @@ def _step_callback(run: Run, callback: Callable[..., Any] | None) -> Callable[..
     return on_step
 
 
+def _follows_a_schedule(guider: Any) -> bool:
+    conditions = getattr(guider, "conds", None) or {}
+    return any(cond.get("hooks") is not None for group in conditions.values() for cond in group)
+
+
 def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), cuda
@@ -245,8 +258,21 @@ def _describe_call(
 _NOT_IN_SIGNATURE: Final = frozenset({"c_crossattn", "attention_mask", "transformer_options"})
 
 
-def _participant(options: dict[str, Any]) -> str:
+def after_out_of_memory(denoiser: nn.Module) -> None:
+    """Forget what dynamic VRAM had under way for a layer; the host itself ends the run there."""
+    pending = [module for module in denoiser.modules() if hasattr(module, "_prefetch")]
+    if pending:
+        from comfy.model_prefetch import cleanup_prefetched_modules
+
+        cleanup_prefetched_modules(denoiser, pending)
+
+
+def _participant(denoiser: nn.Module, options: dict[str, Any]) -> str:
     """Who, beside the model, computes inside a call and may count how often; or ""."""
+    if is_replaced(denoiser, "forward") or is_replaced(denoiser, "_forward"):
+        return "another node has replaced the model's forward"
+    if "multigpu_thread_pool" in options:
+        return "the model runs on several devices at once"
     wrappers = options.get("wrappers", {})
     inside = [key for key, held in wrappers.get("diffusion_model", {}).items() if held]
     inside += [k for k, held in wrappers.get("apply_model", {}).items() if held and k != KEY]
@@ -280,7 +306,8 @@ def _host_facts(
         hold_interrupts=_hold_interrupts,
         norm_weight=_norm_weight,
         state_folder=state_folder(),
-        participant=_participant(options),
+        participant=_participant(denoiser, options),
+        after_out_of_memory=after_out_of_memory,
     )
 
 

@@ -21,7 +21,7 @@ from ..families.vae import DOWNSCALE, part_of
 from ..optimizations.base import HostFacts, Trial
 from ..patching import Patch, PatchSet
 from ..vae_run import DECODE, ENCODE, TieredVae, VaeRun
-from .comfy import Opener, state_folder
+from .comfy import Opener, after_out_of_memory, state_folder
 
 _SESSION: Final = "_speed_tier_session"
 # The host's methods, what they do, and the method of the module that they call.
@@ -212,6 +212,7 @@ def _host_facts(vae: Any, operation: str, x: torch.Tensor, trial: Trial) -> Host
         norm_parameters=_norm_parameters,
         state_folder=state_folder(),
         trial=trial,
+        after_out_of_memory=after_out_of_memory,
     )
 
 

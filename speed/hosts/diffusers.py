@@ -24,8 +24,8 @@ from ..families import detect_family, not_ours
 from ..gguf.foreign import typed_weights
 from ..gguf.linear import QuantLinear
 from ..optimizations import OPTIMIZATIONS
-from ..optimizations.base import Optimization
-from ..patching import Patch, PatchSet
+from ..optimizations.base import HostFacts, Optimization
+from ..patching import Patch, PatchSet, is_replaced
 from ..report import Report
 from ..tiers import Switch, resolve_tier
 
@@ -121,4 +121,15 @@ def _describe_call(transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[s
             for caption in captions
         ]
         text_tokens = max(lengths, default=0)
-    return Call(transformer, hidden.device, hidden.dtype, tuple(shape), text_tokens)
+    facts = HostFacts(participant=_participant(transformer))
+    return Call(transformer, hidden.device, hidden.dtype, tuple(shape), text_tokens, facts)
+
+
+def _participant(transformer: nn.Module) -> str:
+    """Who keeps state in the blocks (diffusers' own caches do) and may not be called twice."""
+    detected = detect_family(transformer)
+    blocks = detected[0].repeated_blocks(transformer) if detected is not None else []
+    for block in blocks:
+        if is_replaced(block.module, "forward") or hasattr(block.module, "_diffusers_hook"):
+            return f"{block.path} has a forward hook or another forward"
+    return ""

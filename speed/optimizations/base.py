@@ -48,6 +48,8 @@ class HostFacts:
         norm_weight: (norm, input) to a context in which the norm's weight is where the input is.
         norm_parameters: The same for a norm's weight and bias, None for what it has not.
         state_folder: Where the pack may keep files between processes, None = nowhere.
+        after_out_of_memory: Puts right what the host leaves behind in a model whose forward ran
+            out of memory, where the run goes on.
         participant: Who else acts inside the forward and may not be called twice, "" if nobody.
         trial: The call itself, to be measured; None where it cannot be tried.
     """
@@ -62,6 +64,7 @@ class HostFacts:
     norm_weight: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None
     norm_parameters: NormParameters | None = None
     state_folder: Path | None = None
+    after_out_of_memory: Callable[[nn.Module], None] | None = None
     participant: str = ""
     trial: Trial | None = None
 

@@ -1,19 +1,19 @@
-"""cudnn's own choice of convolution algorithm, measured at first use, where that pays.
+"""cudnn's own choice of convolution algorithm, measured at first use.
 
 Changes: which cudnn algorithm runs in a VAE (the transformers have no convolutions).
 Faster because: the heuristic choice is often not the fastest one for a size.
 Fidelity: rounding (algorithms sum in different orders).
-Process-wide: cudnn.benchmark, held for the run.
-Declines: without CUDA, without convolutions, for tiles, where it does not measure faster.
+Process-wide: cudnn.benchmark, held for the run; torch keeps the plans that were found.
+Declines: without CUDA, without convolutions, and unless it is switched on.
 
-cudnn tries its algorithms anew for every size in every process. A tenth of that is therefore
-counted as the cost of each call; on one H200 the choice changed nothing (92.1 and 92.2 ms).
+torch looks a convolution's plan up before it reads the flag, and keeps plans for the process. So a
+plan from a run with the flag would stay in later runs at `off`, which are to be as they were; and
+the two cannot be timed beside each other in one thread: the first one's plan serves both. On one
+H200 the two took 92.1 and 92.2 ms.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -21,21 +21,9 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..flags import FLAGS
-from . import measured
 from .base import Context, Fidelity, Handle
 
 _FLAGS: Final = {"cudnn.benchmark": True}
-_CALLS_PER_SEARCH: Final = 10
-
-
-@contextlib.contextmanager
-def _tuned() -> Iterator[None]:
-    token = FLAGS.acquire(_FLAGS)
-    try:
-        yield
-    finally:
-        FLAGS.release(token)
 
 
 @dataclass(frozen=True)
@@ -53,15 +41,10 @@ class CudnnBenchmark:
             return None
         if context.device.type != "cuda":
             return f"cudnn needs a CUDA device; found {context.device.type}"
-        trial = context.host.trial
-        if trial is not None and trial.varies:
-            return "tiles come in many sizes, and cudnn would try its algorithms for each"
-        return measured.why_not(context, self.name)
+        return "torch would keep cudnn's choice for later runs at off as well"
 
     def install(self, context: Context) -> Handle:
-        handle = Handle(flags=_FLAGS, note="algorithms are measured at first use")
-        share = 1 / _CALLS_PER_SEARCH
-        return measured.settle(handle, context, self.name, _tuned, share_of_set_up=share)
+        return Handle(flags=_FLAGS, note="algorithms are measured at first use")
 
     def release(self, denoiser: nn.Module) -> None:
         """Nothing is kept between runs."""

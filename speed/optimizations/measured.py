@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .. import probe
+from ..errors import is_out_of_memory
 from ..families.vae import part_of
 from .base import Context, Handle
 
@@ -39,13 +40,12 @@ def settle(
     name: str,
     variant: Variant,
     set_up_is_counted: bool = True,
-    share_of_set_up: float = 0.0,
 ) -> Handle:
     """`handle`, with its figures; emptied where it did not win.
 
     Args:
         variant: In this context the call goes with the handle in place.
-        set_up_is_counted, share_of_set_up: As in `probe.measure`.
+        set_up_is_counted: As in `probe.measure`.
     """
     trial = context.host.trial
     if context.forced or trial is None:
@@ -53,14 +53,18 @@ def settle(
     key = _key(context, name)
     found = probe.known(key, context.host.state_folder)
     if found is None:
-        found = probe.measure(
-            trial,
-            variant,
-            context.device,
-            probe.BUDGET_S,
-            set_up_is_counted=set_up_is_counted,
-            share_of_set_up=share_of_set_up,
-        )
+        try:
+            found = probe.measure(
+                trial,
+                variant,
+                context.device,
+                probe.BUDGET_S,
+                set_up_is_counted=set_up_is_counted,
+            )
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            found = probe.Figures(problem="not enough memory to measure it")
         if handle.fell_back:  # nothing was measured but what runs without it
             handle.flags, handle.patches = {}, ()
             return handle

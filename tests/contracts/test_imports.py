@@ -24,6 +24,7 @@ ROOMS = {
         "engagement",
         "families",
         "optimizations",
+        "errors",
         "flags",
         "patching",
         "report",

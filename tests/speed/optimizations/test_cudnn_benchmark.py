@@ -1,13 +1,11 @@
 """cudnn.benchmark: nothing to do without convolutions, held for the run with them."""
 
-import time
 from dataclasses import replace
 
 import pytest
 import torch
-from speed_tier.speed import env, probe
 from speed_tier.speed.optimizations.cudnn_benchmark import CudnnBenchmark
-from speed_tier.tests.speed import tiny, tiny_vae
+from speed_tier.tests.speed import tiny
 from speed_tier.tests.speed.process import full_state
 from torch import nn
 
@@ -47,61 +45,10 @@ def test_a_model_with_a_convolution(layer):
     assert full_state() == before
 
 
-def on_a_card(vae, z, **more):
-    return tiny_vae.context("kl", vae, z, device=torch.device("cuda"), **more)
-
-
-@pytest.fixture
-def vae(monkeypatch):
-    probe.forget()
-    # Timed by the host's clock, and named, as if the card were there.
-    monkeypatch.setattr(probe, "capabilities", lambda device: env.capabilities(tiny.CPU))
-    yield tiny_vae.kl()
-    probe.forget()
-
-
-def test_it_is_kept_only_where_it_measures_faster(vae, monkeypatch):
-    z, flags = tiny_vae.latent("kl"), []
-
-    def decode(height, width):
-        flags.append(torch.backends.cudnn.benchmark)
-        time.sleep(0.002 if flags[-1] is faster else 0.006)
-
-    for faster in (True, False):
-        probe.forget()
-        given = on_a_card(vae, z, trial=replace(tiny_vae.trial_of(vae, z), run=decode))
-        assert CudnnBenchmark().check(given) is None
-        before = full_state()
-        handle = CudnnBenchmark().install(given)
-        assert full_state() == before
-        assert handle.flags == ({"cudnn.benchmark": True} if faster else {})
-        assert {True, False} <= set(flags)
-        assert (handle.not_used == "") is faster
-        reason = CudnnBenchmark().check(given)
-        assert (reason is None) is faster
-
-
-def test_a_tenth_of_the_search_counts(vae):
-    """4 ms faster a call, and a search of 100 ms that comes back with every new size."""
-    z, searched = tiny_vae.latent("kl"), []
-
-    def decode(height, width):
-        tuned = torch.backends.cudnn.benchmark
-        if tuned and not searched:
-            searched.append(True)
-            time.sleep(0.1)
-        time.sleep(0.002 if tuned else 0.006)
-
-    given = on_a_card(vae, z, trial=replace(tiny_vae.trial_of(vae, z), run=decode))
-    handle = CudnnBenchmark().install(given)
-    assert searched and handle.flags == {}
-    assert handle.not_used.startswith("does not pay here: 1")  # 2 + 10 ms
-
-
-def test_tiles_and_a_host_that_tunes_already(vae, monkeypatch):
-    z = tiny_vae.latent("kl")
-    tiles = on_a_card(vae, z, trial=tiny_vae.trial_of(vae, z, varies=True))
-    assert "tiles come in many sizes" in CudnnBenchmark().check(tiles)
-    assert "no call to try" in CudnnBenchmark().check(on_a_card(vae, None))
+def test_a_choice_that_would_outlive_the_run_is_not_made_unasked(monkeypatch):
+    model = nn.Conv2d(1, 1, 1)
+    on_a_card = tiny.context(model, device=torch.device("cuda"))
+    assert "for later runs at off" in CudnnBenchmark().check(on_a_card)
+    assert CudnnBenchmark().check(replace(on_a_card, forced=True)) is None
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert "the host has switched" in CudnnBenchmark().check(on_a_card(vae, z))
+    assert "the host has switched" in CudnnBenchmark().check(replace(on_a_card, forced=True))
