@@ -332,3 +332,18 @@ def test_nothing_keeps_the_model_alive():
     gc.collect()
     assert dies() is None
     assert block() is None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_that_keep_state_are_not_called_twice(name):
+    make, inputs, *_ = CASES[name]
+    model = make(layers=1)
+    block = (getattr(model, "layers", None) or model.transformer_blocks)[0]
+    original, calls = block.forward, []
+    block.forward = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    handle = apply_tier(model, "max", FORCED, optimizations("eager"))
+    output(model, inputs())
+    report = handle.finish_run()
+    handle.remove()
+    assert "has a forward hook or another forward" in report.check.unchecked
+    assert (len(calls), report.check.calls) == (1, 0)
