@@ -15,7 +15,6 @@ through their instance's `forward`, so names, parameters and the block's own hoo
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import logging
 import re
@@ -94,8 +93,8 @@ class Kind:
                 return self._first_size_code
         if self._code is None:
             dynamic = self._config.dynamic
-            self._code = self._compile(self.name, dynamic=True if dynamic is None else dynamic)
-            return functools.partial(_with_constant_floats, self._code)
+            code = self._compile(self.name, dynamic=True if dynamic is None else dynamic)
+            self._code = _first_with_constant_floats(code)
         return self._code
 
     def _compile(self, name: str, dynamic: bool) -> Callable[..., Any]:
@@ -109,12 +108,24 @@ class Kind:
         )
 
 
-def _with_constant_floats(code: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # The first symbolic compile would take the norms' eps for a symbol, and torch starts such a
-    # compile again when it meets a kernel that wants the number. A number that does change (of
-    # another pack's patch) becomes a symbol in the next compile, as ever.
-    with dynamo.constant_floats():
-        return code(*args, **kwargs)
+def _first_with_constant_floats(code: Callable[..., Any]) -> Callable[..., Any]:
+    """`code`, whose first compile takes numbers for constants.
+
+    It would take the norms' eps for a symbol, and torch starts such a compile again when it meets a
+    kernel that wants the number. A number that does change (of another pack's patch) becomes a
+    symbol in the next compile, as ever.
+    """
+    first = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return code(*args, **kwargs)
+        first = False
+        with dynamo.constant_floats():
+            return code(*args, **kwargs)
+
+    return call
 
 
 def _shapes(values: Iterable[Any]) -> Iterator[torch.Size]:
