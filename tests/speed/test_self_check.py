@@ -8,7 +8,7 @@ from speed_tier.speed.errors import NotFiniteError
 from speed_tier.speed.flags import FLAGS, TF32, snapshot
 from speed_tier.speed.optimizations.base import Handle, HostFacts
 from speed_tier.speed.patching import Patch, active_patches
-from speed_tier.speed.report import State
+from speed_tier.speed.report import CompileFacts, State
 from speed_tier.speed.self_check import (
     SelfCheck,
     known_of,
@@ -148,6 +148,23 @@ def test_what_engages_only_after_a_drop_is_compared_as_well():
     for _ in range(2):
         assert torch.equal(session.call(x), tiny.plain(session.model, x))
     assert session.finish().engaged() == ["b"]
+
+
+class Compiles(Fault):
+    """Says that each of its calls compiles for a second."""
+
+    def install(self, context):
+        handle = super().install(context)
+        handle.compile_facts = lambda: CompileFacts(seconds=float(self.calls[self.kind]))
+        return handle
+
+
+def test_what_was_compiled_on_the_way_is_no_cost_of_the_check():
+    session = Session(Compiles("a", "none", 0))
+    session.call(session.input())
+    report = session.finish()
+    assert report.compile.seconds == 2
+    assert report.check.seconds == 0
 
 
 def test_two_at_fault_are_both_found():
