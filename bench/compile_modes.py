@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .host_session import REPO, enter_host, random_model, sample
+from .options import host_parser, words
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "compile_modes.jsonl"
@@ -162,20 +163,13 @@ def _text(output: str | bytes | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--comfy", required=True, help="a ComfyUI checkout")
-    parser.add_argument("--families", default=["z_image", "qwen_image"], type=_words)
-    parser.add_argument("--modes", default=list(MODES), type=_words)
-    parser.add_argument("--sizes", default=[1024, 512], type=lambda s: [int(x) for x in _words(s)])
+    parser = host_parser(__doc__, RESULTS)
+    parser.add_argument("--modes", default=list(MODES), type=words)
     parser.add_argument("--steps", default=8, type=int)
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--tiny", action="store_true", help="one layer, 64 px, 3 steps, on the CPU")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0 = torch's choice")
-    parser.add_argument("--allocator", default="cudaMallocAsync")
-    parser.add_argument("--host-args", default=[], type=str.split, help="of the host's main.py")
     parser.add_argument("--timeout-s", type=float, default=900, help="for one mode of one family")
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--child", nargs=2, metavar=("MODE", "FAMILY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tiny:
@@ -196,10 +190,6 @@ def main() -> None:
                 facts = {"family": family, "format": "bf16", "batch": 1, "cfg": 1.0}
                 facts |= {"steps": options.steps, "layers": options.layers, "runner": mode}
                 record({**facts, **row})
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")
 
 
 if __name__ == "__main__":

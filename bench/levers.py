@@ -24,6 +24,7 @@ from typing import Any
 from .exact import in_fp32
 from .first_block_cache import FirstBlockCache
 from .host_session import REPO, enter_host, random_model, sample
+from .options import host_parser, words
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "levers.jsonl"
@@ -198,22 +199,13 @@ def run_family(family: str, options: argparse.Namespace, emit: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--comfy", required=True, help="a ComfyUI checkout")
-    parser.add_argument("--families", default="z_image,qwen_image", type=lambda s: s.split(","))
-    parser.add_argument(
-        "--sizes", default=[1024, 512], type=lambda s: [int(x) for x in s.split(",")]
-    )
-    parser.add_argument("--levers", default=list(LEVERS), type=lambda s: s.split(","))
+    parser = host_parser(__doc__, RESULTS)
+    parser.add_argument("--levers", default=list(LEVERS), type=words)
     parser.add_argument("--steps", default=8, type=int, help="3 or more")
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--tiny", action="store_true", help="2 layers, 64 px, 3 steps, on the CPU")
     parser.add_argument("--fp32", action="store_true", help="measure errors against fp32")
-    parser.add_argument("--allocator", default="cudaMallocAsync")
-    parser.add_argument("--host-args", default=[], type=str.split, help="of the host's main.py")
     parser.add_argument("--budget-s", type=float, default=600)
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.tiny:
         vars(options).update(TINY)

@@ -27,6 +27,7 @@ from typing import Any
 
 from .gguf_file import remove, write_model
 from .host_session import REPO, enter_host, random_model, sample
+from .options import host_parser
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "tiers.jsonl"
@@ -336,12 +337,9 @@ def run_family(family: str, options: argparse.Namespace, emit: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--comfy", required=True, help="a ComfyUI checkout")
+    parser = host_parser(__doc__, RESULTS)
     parser.add_argument("--gguf-pack", help="a ComfyUI-GGUF checkout")
     parser.add_argument("--kj", default="", help="a ComfyUI-KJNodes checkout")
-    parser.add_argument("--families", default=["z_image", "qwen_image"], type=_words)
-    parser.add_argument("--sizes", default=[1024, 512], type=lambda s: [int(x) for x in _words(s)])
     parser.add_argument("--runners", default=list(RUNNERS), type=lambda s: s.split(";"))
     parser.add_argument("--recipe", default="Q4_K_M")
     parser.add_argument("--steps", default=8, type=int)
@@ -349,11 +347,7 @@ def main() -> None:
     parser.add_argument("--cfg", default=1.0, type=float, help="above 1: two conditions a step")
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="for the model files")
-    parser.add_argument("--allocator", default="cudaMallocAsync")
-    parser.add_argument("--host-args", default=[], type=str.split, help="of the host's main.py")
     parser.add_argument("--budget-s", type=float, default=600, help="for one family")
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     out, command = options.out.resolve(), command_line("bench.tiers")
     options.kj = str(Path(options.kj).resolve()) if options.kj else ""
@@ -371,10 +365,6 @@ def main() -> None:
             record({**facts, "layers": options.layers, **row})
 
         run_family(family, options, emit)
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")
 
 
 if __name__ == "__main__":

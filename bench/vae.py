@@ -12,7 +12,6 @@ On a CPU, to see that it works: --width 32 --sizes 64 --repeats 2
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .host_session import REPO, enter_host
+from .options import host_parser, words
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "vae.jsonl"
@@ -224,22 +224,15 @@ def run_runner(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--comfy", required=True, help="a ComfyUI checkout")
-    parser.add_argument("--families", default=list(REAL_WIDTH), type=_words)
-    parser.add_argument("--sizes", default=[1024, 512], type=lambda s: [int(x) for x in _words(s)])
-    parser.add_argument("--operations", default=list(OPERATIONS), type=_words)
+    parser = host_parser(__doc__, RESULTS, REAL_WIDTH)
+    parser.add_argument("--operations", default=list(OPERATIONS), type=words)
     parser.add_argument("--runners", default=list(RUNNERS), type=lambda s: s.split(";"))
     parser.add_argument("--repeats", default=10, type=int)
     parser.add_argument("--batch", default=1, type=int)
     parser.add_argument("--dtype", default="", help="float32, bfloat16, ...; the host's own else")
     parser.add_argument("--width", type=int, help="channels of the widest picture, if not the real")
     parser.add_argument("--threads", type=int, help="of torch, on a CPU")
-    parser.add_argument("--allocator", default="cudaMallocAsync")
-    parser.add_argument("--host-args", default=[], type=str.split, help="of the host's main.py")
     parser.add_argument("--budget-s", type=float, default=600, help="for one family")
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     out, command = options.out.resolve(), command_line("bench.vae")
     with tempfile.TemporaryDirectory() as fresh:

@@ -31,6 +31,7 @@ from typing import Any
 from .exact import REFERENCE, in_fp32, tf32_is_off
 from .gguf_file import remove, write_model
 from .host_session import REPO, enter_host, random_model, sample
+from .options import host_parser, words
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "verify.jsonl"
@@ -212,23 +213,16 @@ def problems(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--comfy", required=True, help="a ComfyUI checkout")
-    parser.add_argument("--families", default=["z_image", "qwen_image"], type=_words)
-    parser.add_argument("--formats", default=["bf16", "Q4_K_M"], type=_words, help="bf16 = dense")
-    parser.add_argument("--tiers", default=["default", "max"], type=_words)
-    parser.add_argument("--sizes", default=[1024, 512], type=lambda s: [int(x) for x in _words(s)])
+    parser = host_parser(__doc__, RESULTS)
+    parser.add_argument("--formats", default=["bf16", "Q4_K_M"], type=words, help="bf16 = dense")
+    parser.add_argument("--tiers", default=["default", "max"], type=words)
     parser.add_argument("--steps", default=8, type=int)
     parser.add_argument("--batch", default=1, type=int)
     parser.add_argument("--cfg", default=1.0, type=float, help="above 1: two conditions a step")
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--tiny", action="store_true", help="one layer, 64 px, 2 steps, on the CPU")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="for the GGUF files")
-    parser.add_argument("--allocator", default="cudaMallocAsync")
-    parser.add_argument("--host-args", default=[], type=str.split, help="of the host's main.py")
     parser.add_argument("--budget-s", type=float, default=1800, help="for all of it")
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.tiny:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -269,10 +263,6 @@ def main() -> None:
     wrong = problems(rows)
     print("\n".join(["nothing lost" if not wrong else f"{len(wrong)} PROBLEMS:", *wrong]))
     sys.exit(1 if wrong else 0)
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,33 @@
+"""The options that every benchmark with a real host takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+FAMILIES = ("z_image", "qwen_image")
+
+
+def words(text: str) -> list[str]:
+    """Parts of an option between commas."""
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in words(text)]
+
+
+def host_parser(
+    description: str | None, results: Path, families: Sequence[str] = FAMILIES
+) -> argparse.ArgumentParser:
+    """Where the host is and how it starts, what is measured on it, and where the rows go."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--comfy", required=True, help="a ComfyUI checkout")
+    parser.add_argument("--families", default=list(families), type=words)
+    parser.add_argument("--sizes", default=[1024, 512], type=_numbers)
+    parser.add_argument("--allocator", default="cudaMallocAsync")
+    parser.add_argument("--host-args", default=[], type=str.split, help="of the host's main.py")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path, default=results)
+    return parser
