@@ -104,7 +104,7 @@ class TieredModel:
     def begin(self, report: Report, device: torch.device, publish: Publish | None = None) -> Run:
         """Open a sampling run. The caller closes it in `finally`."""
         request = self.request
-        planned = planned_features(request.resolved.tier, dict(request.switches))
+        planned = planned_features(request.resolved.tier, dict(request.switches), request.features)
         if device.type != "cpu" and "regional_compile" in planned - disabled_features():
             dynamo.load_beside()
         return Run(self.request, self._tokens, report, device, publish or _nobody)

@@ -114,10 +114,8 @@ class _Session:
         publish = self._opener(report)
         publish("phase", {"phase": "loading", "steps": max(0, len(sigmas) - 1)})
         run = self._tiered.begin(report, patcher.load_device, publish)
-        self._runs.append(run)
-        outcome, error = "failed", ""
-        try:
-            samples = executor(
+        with under_way(run, self._runs):
+            return executor(
                 noise,
                 latent_image,
                 sampler,
@@ -127,18 +125,6 @@ class _Session:
                 *args,
                 **kwargs,
             )
-            outcome = "done"
-            return samples
-        except BaseException as raised:
-            # One host's interrupt is a BaseException, the other's is not.
-            if type(raised).__name__ == "InterruptProcessingException":
-                outcome = "interrupted"
-            else:
-                error = f"{type(raised).__name__}: {raised}"
-            raise
-        finally:
-            self._runs.remove(run)
-            run.close(outcome, error)
 
     def sampler_sample(
         self,
@@ -202,6 +188,26 @@ class _Session:
     def on_detach(self, patcher: Any, unpatch_all: bool = True, *_: Any, **__: Any) -> None:
         if unpatch_all:
             self._tiered.release(getattr(patcher.model, "diffusion_model", None))
+
+
+@contextlib.contextmanager
+def under_way(run: Run, runs: list[Any]) -> Iterator[None]:
+    """`run` is one of `runs`, and closed with the way it ended."""
+    runs.append(run)
+    outcome, error = "failed", ""
+    try:
+        yield
+        outcome = "done"
+    except BaseException as raised:
+        # One host's interrupt is a BaseException, the other's is not.
+        if type(raised).__name__ == "InterruptProcessingException":
+            outcome = "interrupted"
+        else:
+            error = f"{type(raised).__name__}: {raised}"
+        raise
+    finally:
+        runs.remove(run)
+        run.close(outcome, error)
 
 
 def _sampler_name(sampler: Any) -> str:

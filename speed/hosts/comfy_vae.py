@@ -21,7 +21,7 @@ from ..families.vae import DOWNSCALE, part_of
 from ..optimizations.base import HostFacts, Trial
 from ..patching import Patch, PatchSet
 from ..vae_run import DECODE, ENCODE, TieredVae, VaeRun
-from .comfy import Opener, after_out_of_memory, state_folder
+from .comfy import Opener, after_out_of_memory, state_folder, under_way
 
 _SESSION: Final = "_speed_tier_session"
 # The host's methods, what they do, and the method of the module that they call.
@@ -111,23 +111,8 @@ class VaeSession:
         publish("phase", {"phase": "loading"})
         run = self._tiered.begin(report, vae.device, publish)
         call = _ModuleCall(vae, operation, getattr(module, method), run, "tiled" in name)
-        self._running.append(run)
-        outcome, error = "failed", ""
-        try:
-            with PatchSet([Patch(module, method, call)]):
-                result = inner(*args, **kwargs)
-            outcome = "done"
-            return result
-        except BaseException as raised:
-            # One host's interrupt is a BaseException, the other's is not.
-            if type(raised).__name__ == "InterruptProcessingException":
-                outcome = "interrupted"
-            else:
-                error = f"{type(raised).__name__}: {raised}"
-            raise
-        finally:
-            self._running.remove(run)
-            run.close(outcome, error)
+        with under_way(run, self._running), PatchSet([Patch(module, method, call)]):
+            return inner(*args, **kwargs)
 
 
 class _ModuleCall:
