@@ -242,6 +242,7 @@ def breaks_compile_commands(folder: str) -> bool:
 
 
 def default_inductor_cache() -> str:
+    """The folder that Inductor uses where none is named."""
     with cache_variable_kept():
         try:
             from torch._inductor.runtime.cache_dir_utils import default_cache_dir

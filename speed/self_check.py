@@ -13,6 +13,7 @@ output of that call.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -128,16 +129,22 @@ class Comparison:
     def add(self, place: str, got: Any, expected: Any, given: Any = ()) -> None:
         """Compare two outputs of one call; `given` are the call's arguments."""
         inputs = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-        pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True)
+        pairs = itertools.zip_longest(pytree.tree_leaves(got), pytree.tree_leaves(expected))
         for tiered, off in pairs:
             if isinstance(off, Tensor) and off.is_floating_point():
+                where = place
+                if not isinstance(tiered, Tensor) or tiered.shape != off.shape:
+                    where, tiered = f"{place}, of another shape,", torch.full_like(off, torch.nan)
                 alike = [i for i in inputs if i.shape == off.shape]
-                self._places.append(place)
+                self._places.append(where)
                 self._figures.append(_figures(tiered, off, alike))
 
     def deviations(self) -> list[Deviation]:
+        """What was added since the last time. Waits for the device."""
         rows = torch.stack(self._figures).cpu().tolist() if self._figures else []
-        return [Deviation(place, *row) for place, row in zip(self._places, rows, strict=True)]
+        found = [Deviation(place, *row) for place, row in zip(self._places, rows, strict=True)]
+        self._places, self._figures = [], []
+        return found
 
 
 def _figures(tiered: Tensor, off: Tensor, inputs: list[Tensor]) -> Tensor:
@@ -288,27 +295,30 @@ class SelfCheck:
     def _both(
         self, call: Call, family: Family, engagement: Engagement, invoke: Invoke
     ) -> tuple[Any, Any, str]:
-        """Off's output, the tier's, and what is wrong with the latter."""
+        """Off's output, the tier's, and what is wrong with the latter.
+
+        A tier with a block at fault is not run as a whole: its output is None.
+        """
         comparison = Comparison()
+        tf32, quantised = "tf32" in engagement.handles, _quantises(call.denoiser)
+        bounds = check_bounds(call.dtype, tf32, quantised)
         with contextlib.ExitStack() as stack:
             flags = stack.enter_context(_AsFound())
             for block in family.repeated_blocks(call.denoiser):
                 pair = _Pair(block, engagement, comparison, flags)
                 stack.enter_context(pair.patches)
             off = invoke({})
+        self.facts.calls += 1
+        if problem := self._judged(call, comparison.deviations(), bounds):
+            return off, None, problem
         with engagement.around_call():
             output = invoke(engagement.options)
         comparison.add(_OUTPUT, output, off)
-        deviations = comparison.deviations()
-        self._remember(call, deviations)
-        tf32, quantised = "tf32" in engagement.handles, _quantises(call.denoiser)
-        bounds = check_bounds(call.dtype, tf32, quantised)
-        problem = next(filter(None, (one.problem(bounds) for one in deviations)), "")
-        return off, output, problem
+        return off, output, self._judged(call, comparison.deviations(), bounds)
 
-    def _remember(self, call: Call, deviations: list[Deviation]) -> None:
+    def _judged(self, call: Call, deviations: list[Deviation], bounds: CheckBounds) -> str:
+        """The first problem among them, or ""; all of them go into the facts."""
         facts = self.facts
-        facts.calls += 1
         for one in deviations:
             if one.place == _OUTPUT:
                 facts.output_error = max(facts.output_error, one.relative)
@@ -317,6 +327,7 @@ class SelfCheck:
             else:
                 facts.blocks += 1
                 facts.block_error = max(facts.block_error, one.relative)
+        return next(filter(None, (one.problem(bounds) for one in deviations)), "")
 
     def _blamed(
         self, call: Call, family: Family, engagement: Engagement, invoke: Invoke, problem: str

@@ -8,8 +8,7 @@ Declines: without CUDA, without convolutions, and unless it is switched on.
 
 torch looks a convolution's plan up before it reads the flag, and keeps plans for the process. So a
 plan from a run with the flag would stay in later runs at `off`, which are to be as they were; and
-the two cannot be timed beside each other in one thread: the first one's plan serves both. On one
-H200 the two took 92.1 and 92.2 ms.
+the two cannot be timed beside each other in one thread: the first one's plan serves both.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ _loading: Final[list[threading.Thread]] = []
 def load_beside() -> None:
     """Import Inductor in a thread of its own, while the host loads the weights.
 
-    A first step that finds everything in the cache spends half its time there (torch 2.14.1, one
-    CPU core: 1.9 s for the import, 0.8 s for two hashes that every cache key holds).
+    A first step that finds everything in the cache spends much of its time there: the import, and
+    two hashes that every cache key holds.
     """
     # Importing Dynamo sets an environment variable for a moment; hosts have it imported already.
     if _loading or "torch._dynamo" not in sys.modules:

@@ -9,7 +9,7 @@ Declines: without a working toolchain, where it does not measure faster.
 The convolutions stay the host's, with its interrupts, its patched or cast weights and its way
 round cudnn's fault with 3-D convolutions: they would be calls of the same library in compiled code
 too. So there are few and small kinds (one a channel count), symbolic over sizes, and a second
-compile where the memory format changes; a whole decoder took 23 s to compile on one H200.
+compile where the memory format changes. `python -m bench.vae` has the whole decoder beside them.
 """
 
 from __future__ import annotations

@@ -114,10 +114,10 @@ def test_what_is_at_fault_is_found_and_dropped(kind, place, block, dtype):
 
 
 class NoRoom(Fault):
-    """Runs out of memory in every call but the first few of its block."""
+    """Runs out of memory in every call of its block but the first."""
 
     def _spoiled(self, output):
-        if self.calls[self.kind] > 2:
+        if self.calls[self.kind] > 1:
             raise torch.OutOfMemoryError("no room")
         return output * 1.5
 
@@ -165,6 +165,23 @@ def test_what_was_compiled_on_the_way_is_no_cost_of_the_check():
     report = session.finish()
     assert report.compile.seconds == 2
     assert report.check.seconds == 0
+
+
+class Cuts(Fault):
+    """Gives a block's output without its last column, on which the next block would fail."""
+
+    def _spoiled(self, output):
+        return output[..., :-1]
+
+
+def test_an_output_of_another_shape_is_a_fault_as_well():
+    session = Session(Fault("a"), Cuts("b", "none", 0))
+    x = session.input()
+    for _ in range(2):
+        assert torch.equal(session.call(x), tiny.plain(session.model, x))
+    report = session.finish()
+    assert report.engaged() == ["a"]
+    assert "blocks.0, of another shape," in report.feature("b").reason
 
 
 def test_two_at_fault_are_both_found():
