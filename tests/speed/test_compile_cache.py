@@ -280,6 +280,20 @@ def test_a_folder_is_made_anew_once_for_a_reason(tmp_path, monkeypatch):
     assert not choose(None, tiny.CPU).make_anew("cut off")
 
 
+def test_a_folder_that_another_process_uses_is_not_made_anew(tmp_path, monkeypatch):
+    cache = ours(tmp_path)
+    entry = fill(cache.folder, "ab", 100)
+    monkeypatch.setattr(compile_cache, "_MADE_HERE", set())
+    cache.open()
+    theirs = cache.folder.parent / "in_use" / f"{cache.folder.name}.{os.getppid()}.0a0a0a0a"
+    theirs.touch()
+    assert not cache.make_anew("cut off")
+    assert entry.exists()
+    theirs.unlink()
+    assert cache.make_anew("cut off")  # a run of this process is the one that asks
+    assert not entry.exists()
+
+
 def test_torch_is_told_while_the_run_lasts_and_not_after(tmp_path):
     from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 

@@ -280,6 +280,27 @@ def test_the_untiered_call_has_no_option_and_no_flag_of_the_tier():
     assert not snapshot()["matmul.tf32"].is_tf32
 
 
+class Flagged(Fault):
+    """Needs a flag, and notes what its block finds."""
+
+    def install(self, context):
+        handle = super().install(context)
+        handle.flags = {"matmul.tf32": TF32}
+        return handle
+
+    def _spoiled(self, output):
+        self.calls[snapshot()["matmul.tf32"].is_tf32] += 1
+        return output
+
+
+def test_blocks_find_the_flags_of_the_tier_in_the_tiered_call():
+    flagged = Flagged("flagged", "none", 1)
+    session = Session(flagged)
+    session.call(session.input())
+    session.finish()
+    assert flagged.calls == {"none": 2, True: 2}  # beside off's block, and in the whole call
+
+
 def test_blocks_get_the_options_of_the_tier_only_in_the_tiered_call():
     seen = []
 

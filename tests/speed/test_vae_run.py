@@ -6,6 +6,7 @@ from speed_tier.speed import REPORTS, Switch, TieredVae, resolve_tier, vae_reque
 from speed_tier.speed.apply import Call
 from speed_tier.speed.flags import FLAGS
 from speed_tier.speed.optimizations import VAE_OPTIMIZATIONS
+from speed_tier.speed.optimizations.base import HostFacts
 from speed_tier.speed.patching import Patch, active_patches
 from speed_tier.speed.report import State
 from speed_tier.speed.tiers import VAE_FEATURES, Tier
@@ -33,8 +34,9 @@ class Session:
         report.operation = operation
         self.run = self.tiered.begin(report, tiny.CPU)
 
-    def call(self, invoke, vae=None):
-        call = Call(vae or self.vae, tiny.CPU, torch.float32, (1, 4, 8, 12))
+    def call(self, invoke, vae=None, **host):
+        facts = HostFacts(**host)
+        call = Call(vae or self.vae, tiny.CPU, torch.float32, (1, 4, 8, 12), 0, facts)
         return self.run.call(call, lambda options: invoke())
 
     def finish(self, outcome="done", error=""):
@@ -97,15 +99,16 @@ def test_a_call_that_fails_with_features_in_place_is_made_as_off(error):
     def fails(x):
         raise error
 
-    before, seen, log = full_state(), [], []
+    before, seen, log, righted = full_state(), [], [], []
     session = Session(replaced(vae, fails, log), tier="default", vae=vae)
 
     def decode():
         seen.append((active_patches(), torch.backends.cudnn.benchmark))
         return decode_of(vae, z)()
 
+    assert torch.equal(session.call(decode, after_out_of_memory=righted.append), off)
     assert torch.equal(session.call(decode), off)
-    assert torch.equal(session.call(decode), off)
+    assert righted == [vae] * isinstance(error, torch.OutOfMemoryError)
     # Once with the feature, then as off, to the end of the run.
     assert seen == [(1, True), (0, False), (0, False)]
     assert log.count("enter channels_last") == log.count("leave channels_last") == 1

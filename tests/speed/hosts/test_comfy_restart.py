@@ -1,11 +1,18 @@
 """A sampler that begins again, and who must not be called twice; without a host."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from speed_tier.speed.errors import NotFiniteError
-from speed_tier.speed.hosts.comfy import KEY, _participant, _Session, after_out_of_memory
+from speed_tier.speed.hosts.comfy import (
+    KEY,
+    _participant,
+    _Session,
+    after_out_of_memory,
+    under_way,
+)
 from speed_tier.tests.speed import tiny
 from torch import nn
 
@@ -74,6 +81,33 @@ def test_a_lora_on_a_schedule_is_not_rewound_so_the_run_goes_on():
     sample(run, sampler, conds=[{"hooks": object()}])
     assert [could for _, could, _ in sampler.seen] == [False]
     assert run.restarts == 0
+
+
+class Closes:
+    ends: tuple = ()
+
+    def close(self, outcome, error):
+        self.ends = (outcome, error)
+
+
+InterruptProcessingException = type("InterruptProcessingException", (BaseException,), {})
+
+
+@pytest.mark.parametrize(
+    ("raised", "ends"),
+    [
+        (None, ("done", "")),
+        (InterruptProcessingException(), ("interrupted", "")),
+        (RuntimeError("broke"), ("failed", "RuntimeError: broke")),
+    ],
+)
+def test_a_run_is_closed_with_the_way_it_ended(raised, ends):
+    run, runs = Closes(), []
+    with contextlib.suppress(type(raised) if raised else ()), under_way(run, runs):
+        assert runs == [run]
+        if raised is not None:
+            raise raised
+    assert (run.ends, runs) == (ends, [])
 
 
 def method():

@@ -1,6 +1,7 @@
 """Channels-last: the same picture and strides outside, no weight touched, kept only if faster."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,3 +179,21 @@ def test_figures_of_an_earlier_process_decide(tmp_path, monkeypatch, first, seco
         assert reason.startswith("does not pay here: 5.00 ms with it, 5.00 without")
     other = tiny_vae.context("kl", vae, z, state_folder=tmp_path, dtype=torch.bfloat16)
     assert ChannelsLast().check(other) is None, "another dtype is another measurement"
+
+
+def test_memory_that_runs_out_while_measuring_is_remembered():
+    vae, z, tried = tiny_vae.kl(), tiny_vae.latent("kl"), []
+
+    def decode(height, width):
+        tried.append((height, width))
+        raise torch.OutOfMemoryError("no room")
+
+    given = tiny_vae.context("kl", vae, z, trial=replace(tiny_vae.trial_of(vae, z), run=decode))
+    assert ChannelsLast().check(given) is None
+    handle = ChannelsLast().install(given)
+    handle.remove()
+    assert handle.not_used == "not enough memory to measure it"
+    assert handle.patches == ()
+    calls = len(tried)
+    assert ChannelsLast().check(given) == "not enough memory to measure it"
+    assert len(tried) == calls > 0
