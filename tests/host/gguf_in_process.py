@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import traceback
 import types
@@ -31,20 +30,17 @@ def run_scenarios(
     arch: str, parts: Iterable[str], files: dict[str, str] | None = None
 ) -> dict[str, Facts]:
     """Go through lists of scenarios in one fresh process; facts by scenario name."""
-    from .provision import clean_environment, find_host
+    from .provision import lines_of
 
-    command = [sys.executable, __file__, str(find_host()), arch, ",".join(parts)]
-    command.append(json.dumps(files or {}))
-    done = subprocess.run(
-        command,
-        env=clean_environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+    lines = lines_of(
+        __file__,
+        arch,
+        ",".join(parts),
+        json.dumps(files or {}),
+        first_key="name",
+        timeout_s=TIMEOUT_S,
+        environment={"OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     return {line["name"]: line["facts"] for line in lines}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -112,21 +111,17 @@ def run_steps(
     """Go through `steps` in one fresh process; latents are left in `folder`."""
     import torch
 
-    from .provision import clean_environment, find_host
+    from .provision import lines_of
 
     assert len({step.name for step in steps}) == len(steps), "two steps share a name"
-    command = [sys.executable, __file__, str(find_host()), str(folder)]
-    done = subprocess.run(
-        command,
-        input=json.dumps([asdict(step) for step in steps]),
-        env=clean_environment(**(environment or {})),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+    lines = lines_of(
+        __file__,
+        str(folder),
+        first_key="name",
+        timeout_s=TIMEOUT_S,
+        stdin=json.dumps([asdict(step) for step in steps]),
+        environment=environment,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [line["name"] for line in lines] == [step.name for step in steps]
     return {
         line["name"]: Seen(torch.load(line["latents"]), line["graphs"], line["report"])

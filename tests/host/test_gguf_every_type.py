@@ -1,13 +1,10 @@
 """Every type and every oddity of public GGUF files, through the loader, on a real host."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from speed_tier.speed.kernels import QUANT_TYPES
-from speed_tier.tests.host.provision import clean_environment, find_host
+from speed_tier.tests.host.provision import lines_of
 
 SCRIPT = Path(__file__).with_name("gguf_every_type.py")
 
@@ -16,16 +13,13 @@ SCRIPT = Path(__file__).with_name("gguf_every_type.py")
 def loaded(tmp_path_factory):
     """Facts of each file, by family and whether it is an odd one."""
     folder = tmp_path_factory.mktemp("gguf")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(find_host()), str(folder)],
-        env=clean_environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
+    rows = lines_of(
+        SCRIPT,
+        str(folder),
+        first_key="family",
+        timeout_s=500,
+        environment={"OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"family"')]
     return {(row["family"], row["odd"]): row for row in rows}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import time
 import types
@@ -25,18 +24,9 @@ TIMEOUT_S = 300
 
 def run_cases(kind: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Every case of one VAE ("kl" or "wan"), in a fresh process."""
-    from .provision import clean_environment, find_host
+    from .provision import lines_of
 
-    done = subprocess.run(
-        [sys.executable, __file__, str(find_host()), kind, str(folder)],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    lines = lines_of(__file__, kind, str(folder), first_key="case", timeout_s=TIMEOUT_S)
     return {line["case"]: line for line in lines}
 
 
