@@ -8,9 +8,10 @@ weights, by the gguf package's own dequantisation, for the stock loader.
 
 from __future__ import annotations
 
-import os
+import math
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 
 from ..speed.gguf.packer import mixed
 from .model_files import Weights, qwen_weights, zimage_weights
-from .provision import cache_dir
+from .provision import cache_dir, write_once
 
 # Part of the folder's name: files of another layout are simply not found, never misread.
 LAYOUT = "v1"
@@ -117,16 +118,20 @@ class _Contents:
         return self._packed[qtype, exponent]
 
 
+def _stored_bytes(shape: tuple[int, ...], qtype: Q) -> int:
+    block_size, type_size = GGML_QUANT_SIZES[qtype]
+    return math.prod(shape) // block_size * type_size
+
+
 def _write_gguf(path: Path, contents: _Contents, architecture: str) -> None:
     """A file as the common converter leaves it: three metadata entries, native names."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(FILE_TYPE)
     for name, shape, qtype in contents.plan:
-        block_size, type_size = GGML_QUANT_SIZES[qtype]
-        stored_shape = (*shape[:-1], shape[-1] // block_size * type_size)
-        n_bytes = int(np.prod(stored_shape))
-        writer.add_tensor_info(name, stored_shape, np.dtype(np.uint8), n_bytes, qtype)
+        columns = _stored_bytes(shape[-1:], qtype)
+        n_bytes = _stored_bytes(shape, qtype)
+        writer.add_tensor_info(name, (*shape[:-1], columns), np.dtype(np.uint8), n_bytes, qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -190,18 +195,17 @@ def _stems(
             yield f"{block}.{part}", shape
 
 
-def _write_zimage_lora(path: Path) -> None:
+def _zimage_lora() -> Weights:
     # A refiner too: its weights are plain bf16 in the file, and the host merges into those.
-    save_file(_lora(_stems(["layers.0", "noise_refiner.1"], ZIMAGE_LINEARS)), path)
+    return _lora(_stems(["layers.0", "noise_refiner.1"], ZIMAGE_LINEARS))
 
 
-def _write_zimage_lokr(path: Path) -> None:
-    save_file(_lokr(_stems(["layers.0"], ZIMAGE_LINEARS)), path)
+def _zimage_lokr() -> Weights:
+    return _lokr(_stems(["layers.0"], ZIMAGE_LINEARS))
 
 
-def _write_qwen_lora(path: Path) -> None:
-    blocks = [f"transformer_blocks.{i}" for i in range(3)]
-    save_file(_lora(_stems(blocks, QWEN_LINEARS)), path)
+def _qwen_lora() -> Weights:
+    return _lora(_stems([f"transformer_blocks.{i}" for i in range(3)], QWEN_LINEARS))
 
 
 _MODELS: dict[str, tuple[str, Callable[..., Weights], int]] = {
@@ -218,10 +222,10 @@ _PLACES = {
     "qwen twin": f"unet/speedtier_qwen_{RECIPE}_twin.safetensors",
     "qwen lora": "loras/speedtier_qwen_lora.safetensors",
 }
-_LORA_WRITERS: dict[str, Callable[[Path], None]] = {
-    "zimage lora": _write_zimage_lora,
-    "zimage lokr": _write_zimage_lokr,
-    "qwen lora": _write_qwen_lora,
+_LORAS: dict[str, Callable[[], Weights]] = {
+    "zimage lora": _zimage_lora,
+    "zimage lokr": _zimage_lokr,
+    "qwen lora": _qwen_lora,
 }
 
 
@@ -239,20 +243,22 @@ def gguf_files(*kinds: str) -> dict[str, Path]:
         path = found[place] = cache_dir() / f"gguf-{LAYOUT}" / place
         if path.is_file():
             continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        if kind in _LORA_WRITERS:
-            _LORA_WRITERS[kind](part)
+        if kind in _LORAS:
+            weights = _LORAS[kind]()
+            n_bytes = sum(weight.nbytes for weight in weights.values())
+            write_once(path, n_bytes, partial(save_file, weights))
+            continue
+        family, form = kind.split()
+        architecture, weights_of, layers = _MODELS[family]
+        if family not in contents:
+            contents[family] = _Contents(weights_of, layers)
+        model = contents[family]
+        if form == "gguf":
+            write = partial(_write_gguf, contents=model, architecture=architecture)
+            write_once(path, sum(_stored_bytes(*rest) for _, *rest in model.plan), write)
         else:
-            family, form = kind.split()
-            architecture, weights, layers = _MODELS[family]
-            if family not in contents:
-                contents[family] = _Contents(weights, layers)
-            if form == "gguf":
-                _write_gguf(part, contents[family], architecture)
-            else:
-                _write_twin(part, contents[family])
-        part.rename(path)  # a file under its own name is always whole
+            n_bytes = sum(2 * math.prod(shape) for _, shape, _ in model.plan)
+            write_once(path, n_bytes, partial(_write_twin, contents=model))
     return found
 
 

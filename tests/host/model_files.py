@@ -6,14 +6,14 @@ each is what small means here. The weights are random but the same for a given s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from .provision import cache_dir
+from .provision import cache_dir, write_once
 
 # Part of every file name: files of another layout are simply not found, never misread.
 LAYOUT = "v1"
@@ -213,9 +213,8 @@ def model_files(*kinds: str) -> dict[str, Path]:
         place, make = _RECIPES[kind]
         path = cache_dir() / f"models-{LAYOUT}" / place
         if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f"{path.name}.{os.getpid()}.part")
-            save_file(make(), part)
-            part.rename(path)  # a file under its own name is always whole
+            weights = make()
+            n_bytes = sum(weight.nbytes for weight in weights.values())
+            write_once(path, n_bytes, partial(save_file, weights))
         found[place] = path
     return found

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,34 @@ def cache_dir() -> Path:
     folder = Path(os.environ.get("SPEED_TIER_TEST_CACHE") or REPO / ".cache").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def write_once(path: Path, n_bytes: int, write: Callable[[Path], None]) -> Path:
+    """A generated file that stays for later runs; one under its own name is always whole.
+
+    Args:
+        n_bytes: About how large it gets; a disk with less room is an error before the first byte.
+        write: Called with the path to write to, only where the file is missing.
+
+    Raises:
+        ProvisionError: the disk has no room for it.
+    """
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.parent).free
+    if free < n_bytes:
+        raise ProvisionError(
+            f"{path.name} needs {n_bytes / 2**30:.1f} GiB of disk; found {free / 2**30:.1f} GiB "
+            f"free in {path.parent}. Free some, or set SPEED_TIER_TEST_CACHE to another folder."
+        )
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        write(part)
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)  # half a file would keep the room that is missing
+    return path
 
 
 def find_host() -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from pathlib import Path
 
 import pytest
 from speed_tier.tests.host import provision
 from speed_tier.tests.host.graphs import Graph, tiny_run
+from speed_tier.tests.host.provision import ProvisionError, write_once
 from speed_tier.tests.host.server import (
     PACK_NAME,
     HostCrashedError,
@@ -211,3 +213,23 @@ def test_wrong_comfyui_path_is_one_sentence(
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
     with pytest.raises(provision.ProvisionError, match="COMFYUI_PATH needs a ComfyUI folder"):
         provision.find_host()
+
+
+def test_half_a_generated_file_is_never_left(tmp_path: Path) -> None:
+    def fill_the_disk(part: Path) -> None:
+        part.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "models" / "model.safetensors"
+    with pytest.raises(OSError, match="No space left"):
+        write_once(path, 4, fill_the_disk)
+    assert list(path.parent.iterdir()) == []
+    assert write_once(path, 4, lambda part: part.write_bytes(b"all")).read_bytes() == b"all"
+    assert write_once(path, 4, fill_the_disk).read_bytes() == b"all"
+
+
+def test_a_full_disk_is_one_sentence_before_the_first_byte(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(ProvisionError, match=r"^model.safetensors needs .* GiB of disk; found .*"):
+        write_once(path, 1 << 62, lambda part: part.write_bytes(b"all"))
+    assert list(tmp_path.iterdir()) == []
