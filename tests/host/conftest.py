@@ -9,6 +9,7 @@ import pytest
 from speed_tier.tests.host.server import HostServer
 
 HERE = Path(__file__).parent
+pytest.register_assert_rewrite("speed_tier.tests.host.self_check_cases")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

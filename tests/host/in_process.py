@@ -144,10 +144,14 @@ def run_each(
         return {arch: future.result() for arch, future in running.items()}
 
 
-class _Session:
-    """The host's side: models that were made stay, as they do in a server."""
+class Session:
+    """The host's side: models that were made stay, as they do in a server.
 
-    def __init__(self) -> None:
+    Args:
+        recorder: Captures the graphs of steps that ask for them; its `stale` is the step's.
+    """
+
+    def __init__(self, recorder: Any) -> None:
         # The folder's own __init__ registers routes on a server, and there is none.
         name = "speed_tier.tests.host.test_nodes"
         folder = types.ModuleType(name)
@@ -157,19 +161,18 @@ class _Session:
 
         self.factory = models
         from speed_tier.speed.optimizations.graph_capture import GraphCapture, GraphConfig
-        from speed_tier.tests.speed.optimizations.recording import Recorder
 
-        self.recorder: Any = Recorder()
-        self.graphs: Any = GraphCapture(GraphConfig(recorder=self.recorder))
+        self.recorder = recorder
+        self.graphs: Any = GraphCapture(GraphConfig(recorder=recorder))
         self.models: dict[tuple[Any, ...], Any] = {}
         self.weights: list[Any] = []
 
-    def keep_weights(self) -> None:
+    def _keep_weights(self) -> None:
         """No address is used twice: a graph made for other weights then never fits by chance."""
         for model in self.models.values():
             self.weights += [weight.detach() for weight in model.model.parameters()]
 
-    def model(self, step: Step) -> Any:
+    def _model(self, step: Step) -> Any:
         import torch
 
         # What the self-check finds at fault is dropped for a model: one of its own then.
@@ -183,9 +186,9 @@ class _Session:
             self.models[key] = model
         return self.models[key]
 
-    def patched(self, step: Step) -> Any:
+    def _patched(self, step: Step) -> Any:
         """The MODEL that reaches the sampler."""
-        model = self.model(step)
+        model = self._model(step)
         if not step.loras_after_tier:
             model = self._with_loras(model, step)
         if step.tier:
@@ -225,7 +228,19 @@ class _Session:
         request = TierRequest(resolve_tier(step.tier, is_gguf=False), switches, rows, step.check)
         return tier_clone(model, request, lambda report: lambda kind, data: None)
 
-    def run(self, step: Step) -> Any:
+    def seen(self, step: Step) -> Seen:
+        """Run one step."""
+        from speed_tier.speed import REPORTS
+        from torch._dynamo.utils import counters
+
+        before, last = counters["stats"]["unique_graphs"], REPORTS.runs()[:1]
+        latents = self._sample(step)
+        self._keep_weights()
+        ran = REPORTS.runs()[:1]
+        report = ran[0].to_dict() if ran and ran != last else None
+        return Seen(latents.clone(), counters["stats"]["unique_graphs"] - before, report)
+
+    def _sample(self, step: Step) -> Any:
         import comfy.sample
         import torch
 
@@ -236,7 +251,7 @@ class _Session:
         from speed_tier.bench.exact import in_fp32
 
         with torch.inference_mode(), contextlib.ExitStack() as stack:
-            model = self.patched(step)
+            model = self._patched(step)
             if step.in_fp32:
                 stack.enter_context(in_fp32(model))
             latent = torch.zeros(step.batch, 16, step.height, step.width)
@@ -283,24 +298,15 @@ def main(host: str, folder: str) -> None:
         from speed_tier.tests.triton_interpreter import round_to_nearest
 
         round_to_nearest()
-    session = _Session()
-    from speed_tier.speed import REPORTS
-    from torch._dynamo.utils import counters
+    from speed_tier.tests.speed.optimizations.recording import Recorder
 
+    session = Session(Recorder())
     for step in steps:
-        before, last = counters["stats"]["unique_graphs"], REPORTS.runs()[:1]
-        latents = session.run(step)
-        session.keep_weights()
-        ran = REPORTS.runs()[:1]
+        seen = session.seen(step)
         path = Path(folder) / f"{step.name}.pt"
-        torch.save(latents.clone(), path)
-        line = {
-            "name": step.name,
-            "latents": str(path),
-            "graphs": counters["stats"]["unique_graphs"] - before,
-            "report": ran[0].to_dict() if ran and ran != last else None,
-        }
-        print(json.dumps(line), flush=True)
+        torch.save(seen.latents, path)
+        line = {"name": step.name, "latents": str(path)}
+        print(json.dumps({**line, "graphs": seen.graphs, "report": seen.report}), flush=True)
 
 
 if __name__ == "__main__":
