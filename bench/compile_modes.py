@@ -12,28 +12,21 @@ second run gives the same, or how it failed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
+from .child import print_row, rows_of
 from .host_session import REPO, enter_host, random_model, sample
-from .options import host_parser, words
+from .options import model_parser, parsed_model_options, words
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "compile_modes.jsonl"
 MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
-TINY = {
-    "layers": 1,
-    "sizes": [64],
-    "steps": 3,
-    "host_args": ["--cpu", "--use-pytorch-cross-attention"],
-}
-_MARK = "ROW "
+# Compile times are those of a first time.
+_NO_CACHE = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 
 
 def config_of(mode: str) -> Any:
@@ -126,55 +119,16 @@ def child(mode: str, family: str, options: argparse.Namespace) -> None:
         except Exception as error:
             traceback.print_exc()
             row["failed"] = f"{type(error).__name__}: {error}"[:600]
-        print(_MARK + json.dumps(row), flush=True)
-
-
-def rows_of(command: list[str], sizes: list[int], timeout_s: float) -> list[dict[str, Any]]:
-    """Rows that a child printed, and one that says how it ended for every size it did not reach."""
-    rows: list[dict[str, Any]] = []
-    # Compile times are those of a first time.
-    environment = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    try:
-        done = subprocess.run(
-            command,
-            cwd=REPO,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        said, errors = done.stdout, done.stderr
-        end = f"the process ended with code {done.returncode}"
-    except subprocess.TimeoutExpired as expired:
-        said, errors = _text(expired.stdout), _text(expired.stderr)
-        end = f"still running after {timeout_s:.0f} s"
-    for line in said.splitlines():
-        if line.startswith(_MARK):
-            rows.append(json.loads(line.removeprefix(_MARK)))
-    last = " | ".join(line for line in errors.strip().splitlines()[-4:])
-    for size in sizes[len(rows) :]:
-        rows.append({"width": size, "height": size, "failed": f"{end}: {last}"[:600]})
-    return rows
-
-
-def _text(output: str | bytes | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+        print_row(row)
 
 
 def main() -> None:
-    parser = host_parser(__doc__, RESULTS)
+    parser = model_parser(__doc__, RESULTS)
     parser.add_argument("--modes", default=list(MODES), type=words)
-    parser.add_argument("--steps", default=8, type=int)
-    parser.add_argument("--layers", type=int, help="fewer layers than the real model")
-    parser.add_argument("--tiny", action="store_true", help="one layer, 64 px, 3 steps, on the CPU")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0 = torch's choice")
     parser.add_argument("--timeout-s", type=float, default=900, help="for one mode of one family")
     parser.add_argument("--child", nargs=2, metavar=("MODE", "FAMILY"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.tiny:
-        vars(options).update(TINY)
-    options.comfy = str(Path(options.comfy).resolve())
+    options = parsed_model_options(parser)
     if options.child:
         child(*options.child, options)
         return
@@ -186,7 +140,7 @@ def main() -> None:
         for mode in options.modes:
             call = [sys.executable, "-m", "bench.compile_modes", *given]
             call += ["--comfy", options.comfy, "--child", mode, family]
-            for row in rows_of(call, options.sizes, options.timeout_s):
+            for row in rows_of(call, options.sizes, options.timeout_s, _NO_CACHE):
                 facts = {"family": family, "format": "bf16", "batch": 1, "cfg": 1.0}
                 facts |= {"steps": options.steps, "layers": options.layers, "runner": mode}
                 record({**facts, **row})

@@ -18,13 +18,12 @@ import contextlib
 import gc
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from .exact import in_fp32
 from .first_block_cache import FirstBlockCache
 from .host_session import REPO, enter_host, random_model, sample
-from .options import host_parser, words
+from .options import model_parser, parsed_model_options, words
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "levers.jsonl"
@@ -53,14 +52,6 @@ LEVERS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         {"regional_compile": "on"},
         {"dynamic": False, "mode": "max-autotune-no-cudagraphs"},
     ),
-}
-
-
-TINY = {
-    "layers": 2,
-    "sizes": [64],
-    "steps": 3,
-    "host_args": ["--cpu", "--use-pytorch-cross-attention"],
 }
 
 
@@ -199,18 +190,13 @@ def run_family(family: str, options: argparse.Namespace, emit: Any) -> None:
 
 
 def main() -> None:
-    parser = host_parser(__doc__, RESULTS)
+    parser = model_parser(__doc__, RESULTS)
     parser.add_argument("--levers", default=list(LEVERS), type=words)
-    parser.add_argument("--steps", default=8, type=int, help="3 or more")
-    parser.add_argument("--layers", type=int, help="fewer layers than the real model")
-    parser.add_argument("--tiny", action="store_true", help="2 layers, 64 px, 3 steps, on the CPU")
     parser.add_argument("--fp32", action="store_true", help="measure errors against fp32")
     parser.add_argument("--budget-s", type=float, default=600)
-    options = parser.parse_args()
-    if options.tiny:
-        vars(options).update(TINY)
+    options = parsed_model_options(parser)
     out, command = options.out.resolve(), command_line("bench.levers")
-    enter_host(str(Path(options.comfy).resolve()), options.allocator, options.host_args)
+    enter_host(options.comfy, options.allocator, options.host_args)
     record = Recorder(out, command, options.allocator, options.commit)
 
     def emit(row: dict[str, Any]) -> None:

@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FAMILIES = ("z_image", "qwen_image")
+TINY = {
+    "layers": 2,
+    "sizes": [64],
+    "steps": 3,
+    "host_args": ["--cpu", "--use-pytorch-cross-attention"],
+}
 
 
 def words(text: str) -> list[str]:
@@ -31,3 +37,21 @@ def host_parser(
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=results)
     return parser
+
+
+def model_parser(description: str | None, results: Path) -> argparse.ArgumentParser:
+    """The same for a benchmark that samples with whole models; for `parsed_model_options`."""
+    parser = host_parser(description, results)
+    parser.add_argument("--steps", default=8, type=int, help="3 or more")
+    parser.add_argument("--layers", type=int, help="fewer layers than the real model")
+    parser.add_argument("--tiny", action="store_true", help="2 layers, 64 px, 3 steps, on the CPU")
+    return parser
+
+
+def parsed_model_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """This process's options, with what --tiny stands for and the host as an absolute path."""
+    options = parser.parse_args()
+    if options.tiny:
+        vars(options).update(TINY)
+    options.comfy = str(Path(options.comfy).resolve())
+    return options

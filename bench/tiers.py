@@ -11,6 +11,7 @@ go on.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.util
 import itertools
@@ -25,9 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .bare_diffusers import BareTransformer
 from .gguf_file import remove, write_model
 from .host_session import REPO, enter_host, random_model, sample
-from .options import host_parser
+from .options import model_parser, parsed_model_options
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "tiers.jsonl"
@@ -39,11 +41,13 @@ class Runner:
     """One way of running a model.
 
     Attributes:
-        loader: "ours", "pack" (ComfyUI-GGUF) or "dense" (bf16 weights of its own).
+        loader: "ours", "pack" (ComfyUI-GGUF), "dense" (bf16 weights of its own), or "diffusers" (a
+            bare transformer, bf16, in a loop of ours: no host).
         tier: "" for an untiered model.
         lora: how a LoRA is put on: "adapters", "addmm", "rewrite", or "".
         off: features switched off.
-        node: a compile node in the graph: "core", "kj", "kj dynamic", or "".
+        node: a compile node in the graph: "core", "kj", "kj dynamic", or ""; of diffusers,
+            "compile" is its own compile_repeated_blocks.
     """
 
     loader: str
@@ -75,7 +79,12 @@ RUNNERS: dict[str, Runner] = {
     "dense max": Runner("dense", "max"),
     "dense kj-compile": Runner("dense", node="kj"),
     "dense kj-compile dynamic": Runner("dense", node="kj dynamic"),
+    "diffusers": Runner("diffusers"),
+    "diffusers-compile": Runner("diffusers", node="compile"),
+    "diffusers default": Runner("diffusers", "default"),
+    "diffusers max": Runner("diffusers", "max"),
 }
+_BF16 = ("dense", "diffusers")
 
 
 def load_ours(path: Path, family: str, options: Any) -> Any:
@@ -150,7 +159,7 @@ def tiered(model: Any, tier: str, off: tuple[str, ...] = ()) -> Any:
     return comfy.tier_clone(model, request, lambda report: lambda kind, data: None)
 
 
-def with_lora(model: Any, rank: int) -> Any:
+def with_lora(model: Any, rank: int, strength: float = 1.0) -> Any:
     """A clone with a random LoRA on every Linear of the repeated blocks."""
     import comfy.weight_adapter
     import torch
@@ -166,7 +175,7 @@ def with_lora(model: Any, rank: int) -> Any:
         weights = (up.bfloat16(), down.bfloat16(), None, None, None, None)
         patches[f"{name}.weight"] = comfy.weight_adapter.LoRAAdapter(set(), weights)
     clone = model.clone()
-    clone.add_patches(patches, 1.0)
+    clone.add_patches(patches, strength)
     return clone
 
 
@@ -207,9 +216,13 @@ def _added_to_the_weight(layer: Any, input: Any, packed: Any, bias: Any) -> Any:
 
 
 def timed_run(
-    model: Any, family: str, size: int, steps: int, batch: int = 1, cfg: float = 1.0
+    run: Callable[..., Any], size: int, steps: int, batch: int = 1, cfg: float = 1.0
 ) -> tuple[list[float], float, Any]:
-    """Milliseconds between sampler callbacks, seconds of the whole run, and the latents."""
+    """Milliseconds between sampler callbacks, seconds of the whole run, and the latents.
+
+    Args:
+        run: Samples; takes width, height, batch, steps, cfg and a callback.
+    """
     import torch
 
     marks: list[Any] = []
@@ -223,7 +236,7 @@ def timed_run(
             marks.append(time.perf_counter())
 
     started = time.perf_counter()
-    latents = sample(model, family, size, size, batch, steps, cfg, callback=callback)
+    latents = run(size, size, batch, steps, cfg, callback=callback)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     total_s = time.perf_counter() - started
@@ -234,7 +247,7 @@ def timed_run(
 
 
 def measure(
-    model: Any, runner: str, family: str, size: int, options: Any, references: dict[Any, Any]
+    run: Callable[..., Any], runner: str, size: int, options: Any, references: dict[Any, Any]
 ) -> dict[str, Any]:
     import torch
 
@@ -242,15 +255,16 @@ def measure(
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    first_ms, first_run_s, _ = timed_run(model, family, size, *setting)
+    first_ms, first_run_s, _ = timed_run(run, size, *setting)
     first = _newest_report() if RUNNERS[runner].tier else None
     # The second run still makes what pays from a second run on.
-    timed_run(model, family, size, *setting)
-    steps_ms, later_run_s, latents = timed_run(model, family, size, *setting)
+    timed_run(run, size, *setting)
+    steps_ms, later_run_s, latents = timed_run(run, size, *setting)
     # One-step latents: over more steps two right answers drift apart.
-    one_step = sample(model, family, size, size, options.batch, 1, options.cfg).double()
-    # The dense runners have weights of their own.
-    kind = (size, bool(RUNNERS[runner].lora), RUNNERS[runner].loader == "dense")
+    one_step = run(size, size, options.batch, 1, options.cfg).double()
+    # The runners in bf16 have weights of their own.
+    loader = RUNNERS[runner].loader
+    kind = (size, bool(RUNNERS[runner].lora), loader if loader in _BF16 else "")
     reference = references.setdefault(kind, one_step)
     ordered = sorted(steps_ms)
     row = {
@@ -282,32 +296,45 @@ def _newest_report() -> Any:
     return max(REPORTS.runs(), key=lambda run: run.started_unix_s)
 
 
+def host_model(runner: Runner, path: Path, family: str, options: Any) -> Any:
+    """The MODEL that reaches the host's sampler."""
+    import torch
+
+    with torch.inference_mode():
+        model = LOADERS[runner.loader](path, family, options)
+        if runner.lora:
+            model = with_lora(model, LORA_RANK)
+        if runner.node:
+            model = compiled(model, runner.node, options.kj)
+        return tiered(model, runner.tier, runner.off) if runner.tier else model
+
+
 def run_runner(
     name: str, path: Path, family: str, options: Any, references: Any, emit: Any
 ) -> None:
     import comfy.model_management as management
-    import torch
 
     runner = RUNNERS[name]
     restore = lora_route(runner.lora)
+    bare = None
     try:
-        with torch.inference_mode():
-            started = time.perf_counter()
-            model = LOADERS[runner.loader](path, family, options)
-            load_s = time.perf_counter() - started
-            if runner.lora:
-                model = with_lora(model, LORA_RANK)
-            if runner.node:
-                model = compiled(model, runner.node, options.kj)
-            if runner.tier:
-                model = tiered(model, runner.tier, runner.off)
+        started = time.perf_counter()
+        if runner.loader == "diffusers":
+            bare = BareTransformer(family, options.layers, runner.node or runner.tier)
+            run = bare.sample
+        else:
+            model = host_model(runner, path, family, options)
+            run = functools.partial(sample, model, family)
+        load_s = time.perf_counter() - started
         for size in options.sizes:
-            row = measure(model, name, family, size, options, references)
+            row = measure(run, name, size, options, references)
             emit({"runner": name, "width": size, "height": size, "load_s": load_s, **row})
     finally:
         restore()
+        if bare is not None:
+            bare.close()
         management.unload_all_models()
-        model = None
+        run = model = bare = None
         gc.collect()
         management.soft_empty_cache()
 
@@ -337,22 +364,20 @@ def run_family(family: str, options: argparse.Namespace, emit: Any) -> None:
 
 
 def main() -> None:
-    parser = host_parser(__doc__, RESULTS)
+    parser = model_parser(__doc__, RESULTS)
     parser.add_argument("--gguf-pack", help="a ComfyUI-GGUF checkout")
     parser.add_argument("--kj", default="", help="a ComfyUI-KJNodes checkout")
     parser.add_argument("--runners", default=list(RUNNERS), type=lambda s: s.split(";"))
     parser.add_argument("--recipe", default="Q4_K_M")
-    parser.add_argument("--steps", default=8, type=int)
     parser.add_argument("--batch", default=1, type=int)
     parser.add_argument("--cfg", default=1.0, type=float, help="above 1: two conditions a step")
-    parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="for the model files")
     parser.add_argument("--budget-s", type=float, default=600, help="for one family")
-    options = parser.parse_args()
+    options = parsed_model_options(parser)
     out, command = options.out.resolve(), command_line("bench.tiers")
     options.kj = str(Path(options.kj).resolve()) if options.kj else ""
     pack_folder = str(Path(options.gguf_pack).resolve()) if options.gguf_pack else ""
-    enter_host(str(Path(options.comfy).resolve()), options.allocator, options.host_args)
+    enter_host(options.comfy, options.allocator, options.host_args)
     record = Recorder(out, command, options.allocator, options.commit)
     options.pack = import_pack(pack_folder) if pack_folder else None
     for family in options.families:
@@ -360,8 +385,7 @@ def main() -> None:
         def emit(row: dict[str, Any], family: str = family) -> None:
             facts = {"family": family, "batch": options.batch, "cfg": options.cfg}
             facts["steps"] = options.steps
-            dense = RUNNERS[row["runner"]].loader == "dense"
-            facts["format"] = "bf16" if dense else options.recipe
+            facts["format"] = "bf16" if RUNNERS[row["runner"]].loader in _BF16 else options.recipe
             record({**facts, "layers": options.layers, **row})
 
         run_family(family, options, emit)

@@ -31,12 +31,10 @@ from typing import Any
 from .exact import REFERENCE, in_fp32, tf32_is_off
 from .gguf_file import remove, write_model
 from .host_session import REPO, enter_host, random_model, sample
-from .options import host_parser, words
+from .options import model_parser, parsed_model_options, words
 from .record import Recorder, command_line
 
 RESULTS = REPO / "bench" / "results" / "verify.jsonl"
-TINY = {"layers": 1, "sizes": [64], "steps": 2, "host_args": ["--cpu"]}
-TINY["host_args"] = [*TINY["host_args"], "--use-pytorch-cross-attention"]
 Emit = Callable[[dict[str, Any]], None]
 
 
@@ -213,22 +211,18 @@ def problems(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = host_parser(__doc__, RESULTS)
+    parser = model_parser(__doc__, RESULTS)
     parser.add_argument("--formats", default=["bf16", "Q4_K_M"], type=words, help="bf16 = dense")
     parser.add_argument("--tiers", default=["default", "max"], type=words)
-    parser.add_argument("--steps", default=8, type=int)
     parser.add_argument("--batch", default=1, type=int)
     parser.add_argument("--cfg", default=1.0, type=float, help="above 1: two conditions a step")
-    parser.add_argument("--layers", type=int, help="fewer layers than the real model")
-    parser.add_argument("--tiny", action="store_true", help="one layer, 64 px, 2 steps, on the CPU")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="for the GGUF files")
     parser.add_argument("--budget-s", type=float, default=1800, help="for all of it")
-    options = parser.parse_args()
+    options = parsed_model_options(parser)
     if options.tiny:
         os.environ["TRITON_INTERPRET"] = "1"
-        vars(options).update(TINY)
     out, command = options.out.resolve(), command_line("bench.verify")
-    enter_host(str(Path(options.comfy).resolve()), options.allocator, options.host_args)
+    enter_host(options.comfy, options.allocator, options.host_args)
     record = Recorder(out, command, options.allocator, options.commit)
     deadline = time.monotonic() + options.budget_s
     if options.tiny:
