@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from ..speed import Switch, Tier, TierRequest, configured, resolve_tier
 from ..speed.hosts import comfy
+from ..speed.warm_up import Size, parse_sizes
 from . import routes
 
 TIERS = tuple(tier.value for tier in Tier)
@@ -19,6 +20,10 @@ _TIER_TOOLTIP = (
 _CHECK_TOOLTIP = (
     "Compare the first call of every size with the untiered path, and drop what is at fault. "
     "Costs about two calls once."
+)
+_WARM_UP_TOOLTIP = (
+    "Sizes in pixels, such as 1024x1024, 832x1216, that the first run prepares before its first "
+    "step, so that changing to them costs nothing later. Empty: a size is prepared when it is used."
 )
 FEATURE_TOOLTIPS = {
     "attention_backend": "Run attention with the fused kernel that measures fastest on this card.",
@@ -41,10 +46,12 @@ def apply_tier(
     is_gguf: bool = False,
     settings: dict[str, dict[str, Any]] | None = None,
     self_check: bool = True,
+    warm_up: tuple[Size, ...] = (),
 ) -> Any:
     """A clone of `model` in a tier, whose runs report to the node `unique_id`."""
     table = configured(settings or {})
-    request = TierRequest(resolve_tier(tier, is_gguf), switches, table, self_check)
+    resolved = resolve_tier(tier, is_gguf)
+    request = TierRequest(resolved, switches, table, self_check, warm_up=warm_up)
     opener = routes.opener_for(str(unique_id or ""), routes.page_server())
     return comfy.tier_clone(model, request, opener)
 
@@ -81,6 +88,15 @@ class SpeedTierAdvanced:
     FUNCTION = "apply"
 
     @classmethod
+    def VALIDATE_INPUTS(cls, warm_up_sizes: str = "") -> bool | str:
+        """Before anything is loaded; what comes over a link is refused in `apply`."""
+        try:
+            parse_sizes(warm_up_sizes or "")
+        except ValueError as error:
+            return str(error)
+        return True
+
+    @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         switches = {
             name: (list(_SWITCHES), {"default": "auto", "tooltip": tooltip})
@@ -99,6 +115,7 @@ class SpeedTierAdvanced:
             "optional": {
                 "dequant_cache_gib": ("FLOAT", budget),
                 "self_check": ("BOOLEAN", {"default": True, "tooltip": _CHECK_TOOLTIP}),
+                "warm_up_sizes": ("STRING", {"default": "", "tooltip": _WARM_UP_TOOLTIP}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -110,11 +127,19 @@ class SpeedTierAdvanced:
         unique_id: str | None = None,
         dequant_cache_gib: float = DEQUANT_CACHE_GIB,
         self_check: bool = True,
+        warm_up_sizes: str = "",
         **switches: str,
     ) -> tuple[Any]:
         chosen = {name: Switch(value) for name, value in switches.items()}
         settings = {"dequant_cache": {"budget_gib": dequant_cache_gib}}
+        sizes = parse_sizes(warm_up_sizes or "")
         tiered = apply_tier(
-            model, tier, chosen, unique_id, settings=settings, self_check=self_check
+            model,
+            tier,
+            chosen,
+            unique_id,
+            settings=settings,
+            self_check=self_check,
+            warm_up=sizes,
         )
         return (tiered,)

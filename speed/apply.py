@@ -40,6 +40,7 @@ from .optimizations.base import Context, Optimization
 from .report import REPORTS, CompileFacts, Report, Timing
 from .tiers import TIER_FEATURES, FeatureTable, ResolvedTier, Switch, Tier, planned_features
 from .timing import StepClock, first_step_tax_s, steady_step_s
+from .warm_up import Size
 
 log = logging.getLogger("speed_tier.apply")
 
@@ -78,6 +79,7 @@ class TierRequest:
         self_check: Compare first calls with the untiered path, watch later ones.
         families: The models it is for.
         features: What each tier plans for them.
+        warm_up: Picture sizes to prepare before the first step.
     """
 
     resolved: ResolvedTier
@@ -86,6 +88,7 @@ class TierRequest:
     self_check: bool = True
     families: tuple[Family, ...] = FAMILIES
     features: FeatureTable = field(default_factory=lambda: TIER_FEATURES)
+    warm_up: tuple[Size, ...] = ()
 
     @property
     def is_off(self) -> bool:
@@ -184,15 +187,18 @@ class Run:
         self.report.text_tokens = max(self.report.text_tokens, call.text_tokens)
         if not self.report.latent_shape:
             self.report.latent_shape = list(call.latent_shape)
-        engagement = self._engagement(call)
-        if self._check is not None and self._check.is_due(call, engagement):
-            output = self._compared(self._check, call, engagement, invoke)
-        else:
-            with engagement.around_call():
-                output = invoke(engagement.options)
-        if self._check is not None and engagement.handles:
+        output = self.through(call, invoke)
+        if self._check is not None and self._engagements[id(call.denoiser)].handles:
             self._watch.add(output)
         return output
+
+    def through(self, call: Call, invoke: Callable[[Mapping[str, Any]], T]) -> T:
+        """The same for a call that is no part of the sampling: it is not counted."""
+        engagement = self._engagement(call)
+        if self._check is not None and self._check.is_due(call, engagement):
+            return self._compared(self._check, call, engagement, invoke)
+        with engagement.around_call():
+            return invoke(engagement.options)
 
     def _new_check(self) -> self_check.SelfCheck | None:
         wanted = self.request.self_check and not self.request.is_off

@@ -21,12 +21,13 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..apply import Call, Publish, Run, TieredModel, TierRequest
 from ..errors import NotFiniteError
@@ -34,12 +35,14 @@ from ..optimizations.base import HostFacts
 from ..patching import Patch, PatchSet, is_replaced
 from ..report import Report
 from ..tiers import Tier
+from ..warm_up import Invoke, Size, WarmUp
 
 log = logging.getLogger("speed_tier.comfy")
 
 KEY: Final = "speed_tier"
 _HOST_COMPILE_KEY: Final = "torch.compile"  # the host's own compile wrapper, KJNodes' as well
-_OPTIONS_INDEX: Final = 3  # of transformer_options among apply_model's arguments after (x, t)
+_AFTER_X_AND_T: Final = ("c_concat", "c_crossattn", "control", "transformer_options")
+_OPTIONS_INDEX: Final = _AFTER_X_AND_T.index("transformer_options")
 
 # Prepares a report for one run (ids of prompt, nodes and workflow) and says where events go.
 Opener = Callable[[Report], Publish]
@@ -58,7 +61,8 @@ def tier_clone(patcher: Any, request: TierRequest, opener: Opener) -> Any:
     else:
         clone = patcher.clone()
     remove_tier(clone)
-    session = _Session(TieredModel(request), opener, note)
+    sizes = () if request.is_off else request.warm_up
+    session = _Session(TieredModel(request), opener, note, sizes)
     _attach(clone, session)
     return clone
 
@@ -86,10 +90,13 @@ def _attach(patcher: Any, session: _Session) -> None:
 class _Session:
     """The wrappers of one tiered clone. Shared by its own clones; refers to no patcher."""
 
-    def __init__(self, tiered: TieredModel, opener: Opener, note: str) -> None:
+    def __init__(
+        self, tiered: TieredModel, opener: Opener, note: str, sizes: Sequence[Size] = ()
+    ) -> None:
         self._tiered = tiered
         self._opener = opener
         self._note = note
+        self._warm_up = WarmUp(sizes)
         self._runs: list[Run] = []  # a stack: a run may be nested in another of the same clone
         self._lock = threading.Lock()
 
@@ -167,18 +174,13 @@ class _Session:
         if run is None or not isinstance(options, dict):
             return executor(x, t, *args, **kwargs)
         context = kwargs.get("c_crossattn", args[1] if len(args) > 1 else None)
-        call = _describe_call(executor.class_obj, x, context, options, kwargs)
 
-        def invoke(extra: Mapping[str, Any]) -> torch.Tensor:
-            added = [name for name in extra if name not in options]
-            try:
-                for name in added:
-                    options[name] = extra[name]
-                return executor(x, t, *args, **kwargs)
-            finally:
-                for name in added:
-                    options.pop(name, None)
+        def at(x: torch.Tensor) -> tuple[Call, Invoke]:
+            call = _describe_call(executor.class_obj, x, context, options, kwargs)
+            return call, lambda extra: _with_options(options, extra, executor, x, t, args, kwargs)
 
+        call, invoke = at(x)
+        self._warm_up.prepare(run, call, x, lambda: _bound_to_its_size(args, kwargs, options), at)
         return run.call(call, invoke)
 
     def on_pre_run(self, *_: Any, **__: Any) -> None:
@@ -187,7 +189,45 @@ class _Session:
 
     def on_detach(self, patcher: Any, unpatch_all: bool = True, *_: Any, **__: Any) -> None:
         if unpatch_all:
+            self._warm_up.forget()
             self._tiered.release(getattr(patcher.model, "diffusion_model", None))
+
+
+def _with_options(
+    options: dict[str, Any],
+    extra: Mapping[str, Any],
+    executor: Any,
+    x: torch.Tensor,
+    t: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """The host's call, with entries of ours in its options for as long as it lasts."""
+    added = [name for name in extra if name not in options]
+    try:
+        for name in added:
+            options[name] = extra[name]
+        return executor(x, t, *args, **kwargs)
+    finally:
+        for name in added:
+            options.pop(name, None)
+
+
+def _bound_to_its_size(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+) -> str:
+    """Why no call of another size can be made out of this one, or ""."""
+    given = {**dict(zip(_AFTER_X_AND_T, args, strict=False)), **kwargs}
+    if given.get("control") is not None:
+        return "a ControlNet is applied"
+    for name, value in given.items():
+        leaves = [] if name in _NOT_IN_SIGNATURE else pytree.tree_leaves(value)
+        # Prompts have three dimensions, what is pooled of them two.
+        if any(isinstance(leaf, torch.Tensor) and leaf.ndim >= 4 for leaf in leaves):
+            return f"the call carries {name}, a picture of a size of its own"
+    if options.get("patches"):
+        return "another node's patches take part in every call"
+    return ""
 
 
 @contextlib.contextmanager

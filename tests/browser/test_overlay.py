@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+from speed_tier.nodes.speed_tier import FEATURE_TOOLTIPS
 from speed_tier.tests.browser.figures import DASH, cells
 from speed_tier.tests.browser.page import ComfyPage
 from speed_tier.tests.host.graphs import Graph, tiny_run, two_branches
@@ -92,6 +93,25 @@ def test_from_loading_to_done_in_every_tier(page: ComfyPage) -> None:
         assert seen == [*compiling, *steps, "done"]
     assert run["speedup_against_off"] is not None
     assert len(page.js("return [...window.heights]")) == 1  # nothing jumped
+
+
+def test_sizes_that_are_prepared_are_named(page: ComfyPage) -> None:
+    graph = Graph()
+    # Large enough for a tiny model that every size is on screen for a while.
+    choices = {**dict.fromkeys(FEATURE_TOOLTIPS, "auto"), "dequant_cache_gib": 4.0}
+    choices |= {"self_check": True, "warm_up_sizes": "1024x1024, 1024x832"}
+    model = graph.tiny_model("qwen", seed=next(_seeds))
+    tiered = graph.speed_tier_advanced(model, "default", "tier", **choices)
+    graph.sink(graph.sample(tiered, steps=2, seed=next(_seeds), node_id="sampler"), node_id="sink")
+    page.open(graph.prompt)
+    watch(page)
+    page.queue()
+    page.server.wait_idle()
+    page.wait_overlay("done")
+    assert "preparing" in page.js("return window.phases")
+    named = [text for text in page.js("return window.seen") if text.startswith("preparing ")]
+    assert named == ["preparing 1024x1024, 1 of 2", "preparing 1024x832, 2 of 2"]
+    assert any("prepared before" in note for note in newest(page)["notes"])
 
 
 def cells_of_nothing() -> list[str]:

@@ -8,17 +8,18 @@ from speed_tier.tests.contracts.sources import REPO, code_files, imports, tree
 
 # Rooms of the pack and what each may import from the others; a room may always import itself.
 ROOMS = {
-    "nodes": {"surface", "apply", "tiers", "report", "hosts", "comparison", "metrics"},
+    "nodes": {"surface", "apply", "tiers", "report", "hosts", "comparison", "metrics", "warm_up"},
     # speed/__init__.py: re-exports
     "surface": {"apply", "compile_cache", "vae_run", "tiers", "report", "errors"},
     "apply": {
         *("optimizations", "families", "kernels", "gguf", "patching", "flags", "probe", "tiers"),
-        *("timing", "report", "engagement", "self_check", "env", "errors"),
+        *("timing", "report", "engagement", "self_check", "warm_up", "env", "errors"),
     },
     "engagement": {"optimizations", "families", "patching", "report", "env", "errors"},
     "self_check": {
         *("engagement", "bounds", "families", "flags", "patching", "report", "env", "errors"),
     },
+    "warm_up": {"engagement", "report", "env", "errors"},
     "vae_run": {
         "apply",
         "engagement",
@@ -32,7 +33,7 @@ ROOMS = {
     },
     "hosts": {
         *("gguf", "kernels", "families", "patching", "flags", "timing", "report"),
-        *("env", "errors", "apply", "vae_run", "tiers", "optimizations"),
+        *("env", "errors", "apply", "vae_run", "tiers", "optimizations", "warm_up"),
     },
     "optimizations": {
         *("kernels", "gguf", "families", "patching", "flags", "probe", "report", "timing"),

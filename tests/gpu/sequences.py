@@ -92,8 +92,11 @@ class Real:
         if kind == "dense":
             return tiers.load_dense(Path(), family, options)
         path = options.folder / f"speed_tier_sequences_{family}.gguf"
-        gguf_file.write_model(path, family, "Q4_K_M", options.layers)
-        return tiers.load_ours(path, family, options)
+        try:
+            gguf_file.write_model(path, family, "Q4_K_M", options.layers)
+            return tiers.load_ours(path, family, options)
+        finally:
+            gguf_file.remove(path)  # what is mapped stays readable
 
     def patcher(self, setting: Setting) -> Any:
         from speed_tier.bench.tiers import with_lora

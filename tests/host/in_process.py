@@ -50,6 +50,7 @@ class Step:
         stale: Its replays do not see new inputs.
         check: With the self-check.
         fault: Fields of a Fault (faults.py) that is planted among the optimizations.
+        warm_up: Sizes in pixels, as in the Advanced node.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Step:
     stale: bool = False
     check: bool = True
     fault: dict[str, Any] = field(default_factory=dict)
+    warm_up: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ class Session:
         from speed_tier.speed.hosts.comfy import tier_clone
         from speed_tier.speed.optimizations import OPTIMIZATIONS
         from speed_tier.speed.optimizations.regional_compile import CompileConfig, RegionalCompile
+        from speed_tier.speed.warm_up import parse_sizes
 
         compiled = RegionalCompile(CompileConfig(**step.compile))
         own = {compiled.name: compiled}
@@ -225,7 +228,8 @@ class Session:
 
             rows = (*rows[:-1], Fault("planted", **step.fault), rows[-1])
             switches["planted"] = Switch.ON
-        request = TierRequest(resolve_tier(step.tier, is_gguf=False), switches, rows, step.check)
+        tier, sizes = resolve_tier(step.tier, is_gguf=False), parse_sizes(step.warm_up)
+        request = TierRequest(tier, switches, rows, step.check, warm_up=sizes)
         return tier_clone(model, request, lambda report: lambda kind, data: None)
 
     def seen(self, step: Step) -> Seen:

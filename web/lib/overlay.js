@@ -114,7 +114,7 @@ export function drawOverlay(node, run) {
 
 function stateText(run, state) {
   if (!run) return text("idle");
-  if (state === "compiling") return text("compiling", run);
+  if (state === "compiling" || state === "preparing") return text(state, run);
   if (state === "cached") return text("cached", { time: clock(run.measured_unix_s) });
   if (state === "sampling" && run.step) return text("step", run);
   return text(state);

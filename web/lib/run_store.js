@@ -88,7 +88,7 @@ function reportOf({ kind, client_id, text, ...report }) {
   return report;
 }
 
-// "loading", "compiling", "sampling", "done", "interrupted", "failed" or "cached"
+// "loading", "compiling", "preparing", "sampling", "done", "interrupted", "failed" or "cached"
 export function stateOf(run) {
   if (run.from_cache) return "cached";
   return run.kind === "report" ? run.outcome : (run.phase ?? "loading");

@@ -7,6 +7,7 @@ export const ENGLISH = {
   idle: "not run yet",
   loading: "loading",
   compiling: "compiling {index} of {count}",
+  preparing: "preparing {size}, {index} of {count}",
   sampling: "first step",
   decoding: "decoding",
   encoding: "encoding",
