@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from .host_session import TEXT_WIDTH
+from .host_session import TEXT_WIDTH, fill_random
 
 CHANNELS = 16
 LAYERS = {"z_image": "n_layers", "qwen_image": "num_layers"}  # names of the constructors' arguments
@@ -106,7 +106,7 @@ class BareTransformer:
 
 
 def _random_transformer(family: str, layers: int | None, device: Any) -> Any:
-    """Weights scaled by 0.7 / sqrt(fan in), as in host_session.random_model."""
+    """The model at its real size, bf16."""
     import diffusers
     import torch
 
@@ -121,13 +121,7 @@ def _random_transformer(family: str, layers: int | None, device: Any) -> Any:
         # Its RoPE tables are plain attributes, which stay on "meta"; they depend on no width.
         narrow = {"num_layers": 1, "num_attention_heads": 1, "joint_attention_dim": 8}
         model.pos_embed = diffusers.QwenImageTransformer2DModel(**narrow).pos_embed
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1 and "norm" in name and name.endswith("weight"):
-            parameter.data.fill_(1.0)
-        else:
-            fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1e4
-            parameter.data.normal_(0.0, 0.7 * fan_in**-0.5, generator=generator)
+    fill_random(model, device)
     return model
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .host_session import REPO
@@ -13,9 +14,18 @@ from .host_session import REPO
 _MARK = "ROW "
 
 
-def print_row(row: dict[str, Any]) -> None:
-    """A row for the process that started this one."""
-    print(_MARK + json.dumps(row), flush=True)
+def print_rows(
+    sizes: Sequence[int], measure: Callable[[int], dict[str, Any]], **facts: Any
+) -> None:
+    """A row a size for the process that started this one; one that fails says how."""
+    for size in sizes:
+        row: dict[str, Any] = {"width": size, "height": size, **facts}
+        try:
+            row |= measure(size)
+        except Exception as error:
+            traceback.print_exc()
+            row["failed"] = f"{type(error).__name__}: {error}"[:600]
+        print(_MARK + json.dumps(row), flush=True)
 
 
 def rows_of(

@@ -15,10 +15,9 @@ import argparse
 import os
 import sys
 import time
-import traceback
 from typing import Any
 
-from .child import print_row, rows_of
+from .child import print_rows, rows_of
 from .host_session import REPO, enter_host, random_model, sample
 from .options import model_parser, parsed_model_options, words
 from .record import Recorder, command_line
@@ -112,14 +111,7 @@ def child(mode: str, family: str, options: argparse.Namespace) -> None:
     enter_host(options.comfy, options.allocator, options.host_args)
     torch.set_num_threads(options.threads or torch.get_num_threads())
     model = random_model(family, torch.bfloat16, options.layers)
-    for size in options.sizes:
-        row: dict[str, Any] = {"width": size, "height": size}
-        try:
-            row |= measure(model, mode, family, size, options.steps)
-        except Exception as error:
-            traceback.print_exc()
-            row["failed"] = f"{type(error).__name__}: {error}"[:600]
-        print_row(row)
+    print_rows(options.sizes, lambda size: measure(model, mode, family, size, options.steps))
 
 
 def main() -> None:

@@ -63,17 +63,10 @@ def empty_model(
     return described.get_model({}, "", device=device)
 
 
-def random_model(family: str, dtype: Any, layers: int | None = None, seed: int = 0) -> Any:
-    """A ModelPatcher over a model with random weights on the host's device.
-
-    Weights are scaled by 0.7 / sqrt(fan in), so that activations neither vanish nor explode.
-    """
-    import comfy.model_management as management
-    import comfy.model_patcher
+def fill_random(model: Any, device: Any, seed: int = 0) -> None:
+    """Weights scaled by 0.7 / sqrt(fan in), so that activations neither vanish nor explode."""
     import torch
 
-    device = management.get_torch_device()
-    model = empty_model(family, layers, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and "norm" in name and name.endswith("weight"):
@@ -81,6 +74,16 @@ def random_model(family: str, dtype: Any, layers: int | None = None, seed: int =
         else:
             fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1e4
             parameter.data.normal_(0.0, 0.7 * fan_in**-0.5, generator=generator)
+
+
+def random_model(family: str, dtype: Any, layers: int | None = None, seed: int = 0) -> Any:
+    """A ModelPatcher over a model with random weights on the host's device."""
+    import comfy.model_management as management
+    import comfy.model_patcher
+
+    device = management.get_torch_device()
+    model = empty_model(family, layers, dtype, device)
+    fill_random(model, device, seed)
     offload = management.unet_offload_device()
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=offload)
 

@@ -15,10 +15,9 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from typing import Any
 
-from .child import print_row, rows_of
+from .child import print_rows, rows_of
 from .host_session import REPO, enter_host, random_model, sample
 from .options import model_parser, parsed_model_options
 from .record import Recorder, command_line
@@ -26,6 +25,7 @@ from .tiers import tiered
 
 RESULTS = REPO / "bench" / "results" / "restart.jsonl"
 STATES = ("cold", "restart", "restart")
+_USER = "SPEED_TIER_BENCH_USER"  # the children's user folder
 # Where one of these is set, the user's own folder is used and not the host's.
 _CACHES = dict.fromkeys(
     ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES")
@@ -71,17 +71,15 @@ def child(family: str, options: argparse.Namespace) -> None:
 
     started = time.perf_counter()
     enter_host(options.comfy, options.allocator, options.host_args)
+    import folder_paths
+
+    folder_paths.set_user_directory(os.environ[_USER])
     with torch.inference_mode():
         model = tiered(random_model(family, torch.bfloat16, options.layers), options.tier)
     start_s = time.perf_counter() - started
-    for size in options.sizes:
-        row: dict[str, Any] = {"width": size, "height": size, "start_s": start_s}
-        try:
-            row |= measure(model, family, size, options.steps)
-        except Exception as error:
-            traceback.print_exc()
-            row["failed"] = f"{type(error).__name__}: {error}"[:600]
-        print_row(row)
+    print_rows(
+        options.sizes, lambda size: measure(model, family, size, options.steps), start_s=start_s
+    )
 
 
 def main() -> None:
@@ -91,7 +89,6 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parsed_model_options(parser)
     if options.child:
-        options.host_args += ["--user-directory", os.environ["SPEED_TIER_BENCH_USER"]]
         child(options.child, options)
         return
     out, command, given = options.out.resolve(), command_line("bench.restart"), sys.argv[1:]
@@ -103,7 +100,7 @@ def main() -> None:
             for state in STATES:
                 call = [sys.executable, "-m", "bench.restart", *given]
                 call += ["--comfy", options.comfy, "--child", family]
-                environment = {**_CACHES, "SPEED_TIER_BENCH_USER": folder}
+                environment = {**_CACHES, _USER: folder}
                 for row in rows_of(call, options.sizes, options.timeout_s, environment):
                     facts = {"family": family, "format": "bf16", "batch": 1, "cfg": 1.0}
                     facts |= {"steps": options.steps, "layers": options.layers}

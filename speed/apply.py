@@ -262,8 +262,7 @@ class Run:
                 earlier = name in self._dropped_before[id(call.denoiser)]
                 (engagement.skip if earlier else engagement.fell_back)(optimization, reason)
             elif only is None or name in only:
-                engaged = tuple(n for n, h in engagement.handles.items() if not h.not_used)
-                ctx = self._context(call, detected, name, engaged)
+                ctx = self._context(call, detected, name, engagement.in_use())
                 self._install(engagement, optimization, ctx)
         engagement.seal()
         return engagement

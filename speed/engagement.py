@@ -71,6 +71,10 @@ class Engagement:
             stack.enter_context(self.patches)
             yield
 
+    def in_use(self) -> tuple[str, ...]:
+        """Names of what is engaged and has not turned out to gain nothing."""
+        return tuple(name for name, handle in self.handles.items() if not handle.not_used)
+
     def seal(self) -> None:
         """Everything is installed: gather what the handles bring to every call."""
         handles = self.handles.values()

@@ -25,7 +25,7 @@ from typing import Final
 import torch
 
 from .env import capabilities, pack_version, versions
-from .timing import Mark
+from .timing import Mark, compare_ms
 
 log = logging.getLogger("speed_tier.probe")
 
@@ -148,13 +148,16 @@ class Figures:
         return not self.problem and self.other_ms * MIN_GAIN < self.plain_ms
 
     def text(self) -> str:
-        """Both figures, where they come from and what they cost."""
+        """Both figures, and their source."""
         if self.problem:
             return self.problem
-        source = "measured earlier on this card"
-        if self.spent_s:
-            source = f"measured now{self.place} in {self.spent_s:.2f} s"
-        return f"{self.other_ms:.2f} ms with it, {self.plain_ms:.2f} without ({source})"
+        return f"{self.other_ms:.2f} ms with it, {self.plain_ms:.2f} without ({self.source()})"
+
+    def source(self) -> str:
+        """Where the figures come from and what they cost."""
+        if not self.spent_s:
+            return "measured earlier on this card"
+        return f"measured now{self.place} in {self.spent_s:.2f} s"
 
 
 def measure(
@@ -225,6 +228,26 @@ def measure(
     found_ms = statistics.median(times[1]) + share_of_set_up * set_up_ms
     place = "" if crop == trial.size else f" on {_pixels(trial, crop)}"
     return Figures(statistics.median(times[0]), found_ms, spent_s=spent_s, place=place)
+
+
+def choose(
+    key: str,
+    folder: Path | None,
+    plain: Callable[[], object],
+    other: Callable[[], object],
+    device: torch.device,
+) -> Figures:
+    """What is known under `key`, or two functions measured in turns and kept.
+
+    For functions of a few milliseconds: a measurement is twelve calls, and has no other bound.
+    """
+    if (found := known(key, folder)) is not None:
+        return found
+    started_s = time.perf_counter()
+    pair = compare_ms(plain, other, device)
+    figures = Figures(*pair, spent_s=time.perf_counter() - started_s)
+    remember(key, folder, figures)
+    return figures
 
 
 def _call_ms(trial: Trial, crop: tuple[int, int], device: torch.device) -> float:

@@ -239,7 +239,7 @@ class SelfCheck:
 
     def is_due(self, call: Call, engagement: Engagement) -> bool:
         """Whether this call has to be compared with the untiered path."""
-        if not engagement.handles:
+        if not engagement.in_use():
             return False
         reason = call.host.participant
         if call.host.compiled_by:  # its compiler would trace what stands in for the blocks
@@ -387,7 +387,7 @@ def _signature(call: Call, engagement: Engagement) -> Hashable:
     text = call.text_tokens // _TEXT_APART
     shape = (call.latent_shape, text, call.other_inputs, call.dtype, call.device)
     weights = call.weights if _LORA_CODE & engagement.handles.keys() else None
-    return tuple(engagement.handles), shape, weights
+    return engagement.in_use(), shape, weights
 
 
 def _quantises(denoiser: nn.Module) -> bool:

@@ -116,17 +116,6 @@ def first_step_tax_s(steps_s: list[float]) -> float | None:
     return None if steady is None else max(0.0, steps_s[0] - steady)
 
 
-def median_ms(function: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median milliseconds of one call, after one call to warm up."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start = Mark(device)
-        function()
-        times.append(start.seconds_until(Mark(device)) * 1000.0)
-    return statistics.median(times)
-
-
 def compare_ms(
     first: Callable[[], object],
     second: Callable[[], object],

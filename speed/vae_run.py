@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .apply import Publish, Run, TieredModel, TierRequest
-from .engagement import Call, Engagement
+from .engagement import Call
 from .errors import is_out_of_memory
 from .families import VAE_FAMILIES
 from .flags import FLAGS
@@ -85,7 +85,7 @@ class VaeRun(Run):
         try:
             output = super().call(call, invoke)
         except RuntimeError as error:  # out of memory is one
-            if not _in_use(engagement):
+            if not engagement.in_use():
                 raise
             # The exception holds every tensor of the call until this block is left.
             reason = f"failed in this call: {_short(error)}"
@@ -93,7 +93,7 @@ class VaeRun(Run):
         if ran_out and call.host.after_out_of_memory is not None:
             call.host.after_out_of_memory(call.denoiser)
         if not reason:
-            if not _in_use(engagement) or _is_finite(output):
+            if not engagement.in_use() or _is_finite(output):
                 return self._counted(output)
             reason = "the result was not finite"
             del output
@@ -164,10 +164,6 @@ def _speedup_against_off(run: Report) -> float | None:
         and report.work() == run.work()
     ]
     return min(off_s) / sum(run.timing.steps_s) if len(off_s) > 1 else None
-
-
-def _in_use(engagement: Engagement) -> bool:
-    return any(not handle.not_used for handle in engagement.handles.values())
 
 
 def _is_finite(output: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..timing import median_ms
+from .. import probe
+from ..errors import is_out_of_memory
+from ..probe import Figures
 from .base import Context, Fidelity, Handle
 
 _CANDIDATES: Final = {
@@ -28,7 +30,6 @@ _CANDIDATES: Final = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_MIN_GAIN: Final = 1.03  # below this the two are the same within the noise of a short measurement
 _BUCKET: Final = 512  # tokens; the ranking of the backends does not turn on less
 
 
@@ -75,22 +76,6 @@ def make_override(first: str) -> Callable[..., torch.Tensor]:
     return speed_tier_attention
 
 
-@functools.lru_cache(maxsize=64)
-def _measure(
-    device: torch.device, dtype: torch.dtype, batch: int, heads: int, tokens: int, head_dim: int
-) -> dict[str, float]:
-    """Median milliseconds by backend; a backend that refuses these inputs is left out."""
-    q, k, v = _random_qkv(device, dtype, batch, heads, tokens, head_dim)
-    times = {}
-    for name, backend in _CANDIDATES.items():
-        try:
-            with sdpa_kernel([backend]):
-                times[name] = median_ms(lambda: F.scaled_dot_product_attention(q, k, v), device)
-        except RuntimeError:  # torch: "No available kernel"
-            continue
-    return times
-
-
 def _random_qkv(
     device: torch.device, dtype: torch.dtype, batch: int, heads: int, tokens: int, head_dim: int
 ) -> tuple[torch.Tensor, ...]:
@@ -126,20 +111,16 @@ class AttentionBackend:
             return f"fused attention backends need an NVIDIA card; found {found.device_type}"
         if context.dtype not in (torch.bfloat16, torch.float16):
             return f"fused attention backends need bf16 or fp16; found {context.dtype}"
-        times, host_ms = self._times(context)
-        if not times:
-            return "no fused attention backend takes this shape on this card"
-        if context.forced:
-            return None
-        best = min(times, key=lambda name: times[name])
-        if host_ms < times[best] * _MIN_GAIN:
-            return f"the host's own choice is the fastest here ({_figures(times, host_ms)})"
-        return None
+        figures = {name: self._known(context, name) for name in _CANDIDATES}
+        known = {name: found for name, found in figures.items() if found is not None}
+        return self._why_not(context, known) if len(known) == len(figures) else None
 
     def install(self, context: Context) -> Handle:
-        times, host_ms = self._times(context)
-        best = min(times, key=lambda name: times[name])
-        note = f"{best} ({_figures(times, host_ms)})"
+        figures = {name: self._measured(context, name) for name in _CANDIDATES}
+        if reason := self._why_not(context, figures):
+            return Handle(not_used=reason)
+        best = _best(figures)
+        note = f"{best} ({_text(figures)})"
         if context.stack == "diffusers":
             return _DiffusersHandle(note=note, order=list(_ordered(best)))
         return Handle(options={"optimized_attention_override": make_override(best)}, note=note)
@@ -147,29 +128,61 @@ class AttentionBackend:
     def release(self, denoiser: nn.Module) -> None:
         """Nothing is kept between runs."""
 
-    def _times(self, context: Context) -> tuple[dict[str, float], float]:
+    def _why_not(self, context: Context, figures: Mapping[str, Figures]) -> str | None:
+        if all(found.problem for found in figures.values()):
+            return "no fused attention backend takes this shape on this card"
+        if not context.forced and not figures[_best(figures)].wins:
+            return f"the host's own choice is the fastest here ({_text(figures)})"
+        return None
+
+    def _known(self, context: Context, name: str) -> Figures | None:
+        return probe.known(self._key(context, name), context.host.state_folder)
+
+    def _measured(self, context: Context, name: str) -> Figures:
+        """The host's attention and one backend, on random inputs of the model's shape."""
+        key, folder = self._key(context, name), context.host.state_folder
+        if (found := probe.known(key, folder)) is not None:
+            return found
+        q, k, v = _random_qkv(context.device, context.dtype, *self._shape(context))
+        theirs = context.host.attention or F.scaled_dot_product_attention
+
+        def fused() -> torch.Tensor:
+            with sdpa_kernel([_CANDIDATES[name]]):
+                return F.scaled_dot_product_attention(q, k, v)
+
+        try:
+            fused()
+        except RuntimeError as error:  # torch: "No available kernel"
+            if is_out_of_memory(error):
+                raise
+            refused = Figures(problem="takes no such shape")
+            probe.remember(key, folder, refused)
+            return refused
+        return probe.choose(key, folder, lambda: theirs(q, k, v), fused, context.device)
+
+    def _shape(self, context: Context) -> tuple[int, int, int, int]:
+        """Batch, heads, tokens and width of a head, the joint sequence in buckets."""
         shape = context.family.attention(context.denoiser)
         tokens = context.image_tokens + context.text_tokens
         tokens = max(_BUCKET, round(tokens / _BUCKET) * _BUCKET)
-        args = (context.device, context.dtype, context.batch, shape.heads, tokens, shape.head_dim)
-        return _measure(*args), _measure_host(context.host.attention, *args)
+        return context.batch, shape.heads, tokens, shape.head_dim
+
+    def _key(self, context: Context, name: str) -> str:
+        theirs = "the host's" if context.host.attention else "torch's"
+        shape = "x".join(map(str, self._shape(context)))
+        return probe.key(context.device, f"attention {name} {theirs}", context.dtype, shape)
 
 
-@functools.lru_cache(maxsize=64)
-def _measure_host(
-    attention: Callable[..., torch.Tensor] | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    batch: int,
-    heads: int,
-    tokens: int,
-    head_dim: int,
-) -> float:
-    q, k, v = _random_qkv(device, dtype, batch, heads, tokens, head_dim)
-    run = attention or F.scaled_dot_product_attention
-    return median_ms(lambda: run(q, k, v), device)
+def _best(figures: Mapping[str, Figures]) -> str:
+    """The backend that gains most, each against the host's time beside it."""
+    takes = {name: found for name, found in figures.items() if not found.problem}
+    return max(takes, key=lambda name: takes[name].plain_ms / takes[name].other_ms)
 
 
-def _figures(times: dict[str, float], host_ms: float) -> str:
-    parts = [f"{name} {ms:.2f} ms" for name, ms in sorted(times.items(), key=lambda item: item[1])]
-    return ", ".join([*parts, f"host {host_ms:.2f} ms"])
+def _text(figures: Mapping[str, Figures]) -> str:
+    takes = {name: found for name, found in figures.items() if not found.problem}
+    ranked = sorted(takes.items(), key=lambda item: item[1].other_ms)
+    parts = [f"{name} {found.other_ms:.2f} ms" for name, found in ranked]
+    host_ms = takes[_best(figures)].plain_ms
+    spent_s = sum(found.spent_s for found in takes.values())
+    return ", ".join([*parts, f"host {host_ms:.2f} ms"]) + f"; {Figures(spent_s=spent_s).source()}"

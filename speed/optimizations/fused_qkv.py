@@ -12,20 +12,20 @@ as a whole where it does not measure faster.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .. import probe
 from ..families.base import Projections
 from ..patching import Patch, is_replaced, point_at, signature_drift
-from ..timing import compare_ms
+from ..probe import Figures
 from .base import Context, Fidelity, Handle
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -202,21 +202,20 @@ def _module_problem(modules: Sequence[Any]) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=64)
-def _measure(
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: tuple[int, ...],
-    columns: int,
-    batch: int,
-    tokens: int,
-) -> tuple[float, float]:
-    """Median milliseconds of three products and of one, on random data."""
-    x = torch.randn(batch, tokens, columns, device=device, dtype=dtype)
-    joined = torch.randn(sum(rows), columns, device=device, dtype=dtype)
+def _measured(
+    context: Context, dtype: torch.dtype, rows: tuple[int, ...], columns: int, tokens: int
+) -> Figures:
+    """Three products and one, on random data."""
+    x = torch.randn(context.batch, tokens, columns, device=context.device, dtype=dtype)
+    joined = torch.randn(sum(rows), columns, device=context.device, dtype=dtype)
     parts = joined.split(rows)
-    return compare_ms(
-        lambda: [F.linear(x, part) for part in parts], lambda: F.linear(x, joined), device
+    what = ("fused_qkv", dtype, f"{context.batch}x{tokens}x{columns}", rows)
+    return probe.choose(
+        probe.key(context.device, *what),
+        context.host.state_folder,
+        lambda: [F.linear(x, part) for part in parts],
+        lambda: F.linear(x, joined),
+        context.device,
     )
 
 
@@ -239,9 +238,7 @@ class _FusedHandle(Handle):
 _groups: weakref.WeakKeyDictionary[nn.Module, dict[str, FusedGroup]] = weakref.WeakKeyDictionary()
 
 
-_decided: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[float, float]]] = (
-    weakref.WeakKeyDictionary()
-)
+_decided: weakref.WeakKeyDictionary[nn.Module, dict[bool, Figures]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -260,6 +257,8 @@ class FusedQkv:
         problems = Counter(group_problem(group, context.device) for group in candidates)
         if None not in problems:
             return f"no group can be fused: {problems.most_common(1)[0][0]}"
+        for stream, figures in _decided.get(context.denoiser, {}).items():
+            _decided[context.denoiser][stream] = replace(figures, spent_s=0.0)
         if not context.forced and not self._winners(context):
             return f"does not measure faster here ({self._figures(context)})"
         return None
@@ -294,8 +293,8 @@ class FusedQkv:
         for group in _groups.pop(denoiser, {}).values():
             group.unbind()
 
-    def _times(self, context: Context) -> dict[bool, tuple[float, float]]:
-        """Milliseconds (apart, fused) by stream; True is the text stream.
+    def _times(self, context: Context) -> dict[bool, Figures]:
+        """What apart (plain) and fused take by stream; True is the text stream.
 
         Measured once per model and stream: a decision that changed with the size would cost a
         compile each time, and near a tie it would be noise that decides.
@@ -310,24 +309,25 @@ class FusedQkv:
             weights = [m.weight for m in (projections.q, projections.k, projections.v)]
             rows = tuple(int(weight.shape[0]) for weight in weights)
             columns = int(weights[0].shape[1])
-            times[is_text] = _measure(
-                context.device, weights[0].dtype, rows, columns, context.batch, tokens
-            )
+            times[is_text] = _measured(context, weights[0].dtype, rows, columns, tokens)
         return times
 
     def _winners(self, context: Context) -> set[bool]:
         return {
             is_text
-            for is_text, (apart, fused) in self._times(context).items()
-            if apart >= fused * _MIN_GAIN
+            for is_text, found in self._times(context).items()
+            if found.plain_ms >= found.other_ms * _MIN_GAIN
         }
 
     def _figures(self, context: Context) -> str:
+        times = self._times(context)
         parts = [
-            f"{'text' if is_text else 'image'} stream {apart:.3f} ms apart, {fused:.3f} ms fused"
-            for is_text, (apart, fused) in self._times(context).items()
+            f"{'text' if is_text else 'image'} stream {found.plain_ms:.3f} ms apart, "
+            f"{found.other_ms:.3f} ms fused"
+            for is_text, found in times.items()
         ]
-        return "; ".join(parts)
+        spent_s = sum(found.spent_s for found in times.values())
+        return "; ".join([*parts, Figures(spent_s=spent_s).source()])
 
 
 def _is_text(projections: Projections) -> bool:

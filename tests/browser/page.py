@@ -146,6 +146,30 @@ class ComfyPage:
         assert result.ok, result.error
         return result.outputs
 
+    def newest_run(self) -> dict[str, Any]:
+        return self.server.get("/speed_tier/report")["runs"][0]
+
+    def watch(self) -> None:
+        """From now on, write down every text of the one overlay on screen, and its height."""
+        self.js(
+            """const box = [...document.querySelectorAll(".speed-tier-overlay")]
+                .find((e) => e.checkVisibility());
+            window.seen = []; window.heights = new Set(); window.phases = [];
+            app.api.addEventListener("speed_tier.update", ({detail}) => {
+                const phase = detail.kind === "report" ? "report" : detail.phase;
+                if (window.phases.at(-1) !== phase) window.phases.push(phase);
+            });
+            const node = find("SpeedTier") ?? find("SpeedTierAdvanced");
+            window.watcher?.disconnect();
+            window.watcher = new MutationObserver(() => {
+                const text = box.querySelector(".speed-tier-state").textContent;
+                if (window.seen.at(-1) !== text) window.seen.push(text);
+                window.heights.add(`${box.firstChild.offsetHeight} ${node.size[1]}`);
+            });
+            window.watcher.observe(box, {subtree: true, childList: true, characterData: true,
+                attributes: true});"""
+        )
+
     def queue(self) -> str:
         """Queues the open workflow from the page and does not wait; returns the prompt's id."""
         done = set(self.server.get("/history"))

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import pytest
-from speed_tier.nodes.speed_tier import FEATURE_TOOLTIPS
 from speed_tier.tests.browser.figures import DASH, cells
 from speed_tier.tests.browser.page import ComfyPage
 from speed_tier.tests.host.graphs import Graph, tiny_run, two_branches
@@ -37,36 +36,11 @@ def slow_run(
     return graph.prompt
 
 
-def newest(page: ComfyPage) -> dict[str, Any]:
-    return page.server.get("/speed_tier/report")["runs"][0]
-
-
-def watch(page: ComfyPage) -> None:
-    """From now on, write down every text of the one overlay on screen, and its height."""
-    page.js(
-        """const box = [...document.querySelectorAll(".speed-tier-overlay")]
-            .find((e) => e.checkVisibility());
-        window.seen = []; window.heights = new Set(); window.phases = [];
-        app.api.addEventListener("speed_tier.update", ({detail}) => {
-            const phase = detail.kind === "report" ? "report" : detail.phase;
-            if (window.phases.at(-1) !== phase) window.phases.push(phase);
-        });
-        window.watcher?.disconnect();
-        window.watcher = new MutationObserver(() => {
-            const text = box.querySelector(".speed-tier-state").textContent;
-            if (window.seen.at(-1) !== text) window.seen.push(text);
-            window.heights.add(`${box.firstChild.offsetHeight} ${find("SpeedTier").size[1]}`);
-        });
-        window.watcher.observe(box, {subtree: true, childList: true, characterData: true,
-            attributes: true});"""
-    )
-
-
 def test_from_loading_to_done_in_every_tier(page: ComfyPage) -> None:
     page.server.free(free_memory=True)  # what an earlier test compiled would not be compiled again
     page.open(slow_run("off"))
     assert page.wait_overlay(IDLE)["cells"] == dict.fromkeys(cells_of_nothing(), DASH)
-    watch(page)
+    page.watch()
     for tier in ("off", "default", "max"):
         page.js("window.seen.length = window.phases.length = 0")
         page.widget("SpeedTier", "tier", tier)
@@ -74,7 +48,7 @@ def test_from_loading_to_done_in_every_tier(page: ComfyPage) -> None:
         page.wait_overlay("loading|first step|step .*|compiling .*")
         page.server.wait_idle()
         shown = page.wait_overlay("done")
-        run = newest(page)
+        run = page.newest_run()
         assert run["tier"]["resolved"] == shown["tier"] == tier
         assert shown["cells"] == cells(run)
         assert shown["spoken"].startswith(f"{tier} done, total ")
@@ -95,25 +69,6 @@ def test_from_loading_to_done_in_every_tier(page: ComfyPage) -> None:
     assert len(page.js("return [...window.heights]")) == 1  # nothing jumped
 
 
-def test_sizes_that_are_prepared_are_named(page: ComfyPage) -> None:
-    graph = Graph()
-    # Large enough for a tiny model that every size is on screen for a while.
-    choices = {**dict.fromkeys(FEATURE_TOOLTIPS, "auto"), "dequant_cache_gib": 4.0}
-    choices |= {"self_check": True, "warm_up_sizes": "1024x1024, 1024x832"}
-    model = graph.tiny_model("qwen", seed=next(_seeds))
-    tiered = graph.speed_tier_advanced(model, "default", "tier", **choices)
-    graph.sink(graph.sample(tiered, steps=2, seed=next(_seeds), node_id="sampler"), node_id="sink")
-    page.open(graph.prompt)
-    watch(page)
-    page.queue()
-    page.server.wait_idle()
-    page.wait_overlay("done")
-    assert "preparing" in page.js("return window.phases")
-    named = [text for text in page.js("return window.seen") if text.startswith("preparing ")]
-    assert named == ["preparing 1024x1024, 1 of 2", "preparing 1024x832, 2 of 2"]
-    assert any("prepared before" in note for note in newest(page)["notes"])
-
-
 def cells_of_nothing() -> list[str]:
     return ["last", "steady", "tax", "total", "speedup", "recompiles"]
 
@@ -125,13 +80,13 @@ def test_interrupted_and_failed(page: ComfyPage) -> None:
     page.js("await app.api.interrupt()")
     page.server.wait_idle()
     shown = page.wait_overlay("interrupted")
-    assert shown["cells"] == cells(newest(page))
+    assert shown["cells"] == cells(page.newest_run())
     page.open(slow_run(raises=1, step_s=0.0))
     page.queue()
     page.server.wait_idle()
     shown = page.wait_overlay("failed")
-    assert shown["cells"] == cells(newest(page))
-    error = newest(page)["error"]
+    assert shown["cells"] == cells(page.newest_run())
+    error = page.newest_run()["error"]
     assert page.js(
         """return [...document.querySelectorAll(".speed-tier-face")]
             .some((e) => e.checkVisibility() && e.title === arg)""",
@@ -145,16 +100,16 @@ def test_what_the_host_serves_from_its_cache_is_no_fresh_run(page: ComfyPage) ->
     page.open(slow_run(step_s=0.0))
     page.run()
     assert page.wait_overlay("done")["state"] == "done"
-    run = newest(page)
+    run = page.newest_run()
     for _ in range(2):
         page.run()
         shown = page.wait_overlay("from cache, measured .+")
         assert (shown["state"], shown["tier"]) == ("cached", "default")
         assert shown["cells"] == cells(run)
-    assert newest(page)["run_id"] == run["run_id"]
+    assert page.newest_run()["run_id"] == run["run_id"]
     page.widget("KSampler", "seed", next(_seeds))
     page.run()
-    assert page.wait_overlay("done")["cells"] == cells(newest(page))
+    assert page.wait_overlay("done")["cells"] == cells(page.newest_run())
 
 
 def test_a_reload_in_mid_run(page: ComfyPage) -> None:
@@ -182,7 +137,7 @@ def test_a_reload_in_mid_run(page: ComfyPage) -> None:
     page.wait_report(report)
     page.js("await app.api.interrupt()")
     page.server.wait_idle()
-    assert page.wait_overlay("interrupted")["cells"] == cells(newest(page))
+    assert page.wait_overlay("interrupted")["cells"] == cells(page.newest_run())
 
 
 def test_another_tab_stays_quiet(page: ComfyPage) -> None:
@@ -221,7 +176,7 @@ def test_another_workflow_stays_quiet(page: ComfyPage) -> None:
     page.page.wait_for_timeout(300)
     assert page.wait_overlay(IDLE)["tier"] == ""
     page.js("await app.extensionManager.command.execute('Workspace.PreviousOpenedWorkflow')")
-    assert page.wait_overlay("done")["cells"] == cells(newest(page))
+    assert page.wait_overlay("done")["cells"] == cells(page.newest_run())
 
 
 def test_two_open_copies_of_one_file(page: ComfyPage) -> None:
@@ -267,7 +222,7 @@ def test_inside_a_subgraph_that_is_used_twice(page: ComfyPage) -> None:
     page.wait_overlay(IDLE)
     page.js("app.rootGraph.remove(app.rootGraph.getNodeById(window.ids[1].split(':')[0]))")
     page.run()
-    run = newest(page)
+    run = page.newest_run()
     first, second = page.js("return window.ids")
     assert run["node_id"] == first
     assert page.wait_overlay("done")["cells"] == cells(run)

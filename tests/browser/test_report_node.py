@@ -27,17 +27,13 @@ def report_output(outputs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return output["text"][0], json.loads(output["json"][0])
 
 
-def newest_run(page: ComfyPage) -> dict[str, Any]:
-    return page.server.get("/speed_tier/report")["runs"][0]
-
-
 def test_the_node_shows_the_report_of_each_tier(page: ComfyPage) -> None:
     open_run(page, "off")
     for tier in ("off", "default", "max"):
         page.widget("SpeedTier", "tier", tier)
         text, data = report_output(page.run())
         page.wait_report(text)
-        run = newest_run(page)
+        run = page.newest_run()
         assert data == run
         assert run["tier"]["resolved"] == tier
         assert not run["from_cache"]
@@ -57,7 +53,7 @@ def test_a_run_from_the_cache_says_so(page: ComfyPage) -> None:
         text, again = report_output(page.run())
         page.wait_report(text)
         assert again["from_cache"]
-        assert again["run_id"] == data["run_id"] == newest_run(page)["run_id"]
+        assert again["run_id"] == data["run_id"] == page.newest_run()["run_id"]
         assert f"served from the host's cache; measured {data['measured_at']}" in text
     assert "served from" not in fresh
 
@@ -129,7 +125,7 @@ def test_snapshot_and_events_in_any_order(page: ComfyPage) -> None:
     """What the page missed comes with the snapshot, what is still to come with the events."""
     open_run(page, "off", arch="qwen", steps=3)
     report_output(page.run())
-    old = newest_run(page)
+    old = page.newest_run()
     message = {"run_id": "live", "kind": "step", "node_id": old["node_id"], "step": 2, "total": 5}
     seen = page.js(
         """const { runs } = await load("lib/run_store.js");
@@ -179,7 +175,7 @@ def test_a_report_inside_a_subgraph(page: ComfyPage, inside: list[str]) -> None:
 def test_events_reach_the_page(page: ComfyPage) -> None:
     open_run(page)
     report_output(page.run())
-    run = newest_run(page)
+    run = page.newest_run()
     message = page.js(
         """const base = (await app.api.getExtensions()).find((e) => e.endsWith("speed_report.js"));
         const { runs } = await import(new URL("lib/run_store.js", new URL(base, location.href)));

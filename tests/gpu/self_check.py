@@ -11,19 +11,17 @@ with and without LoRA, default and max. Prints a line a case and a JSON line at 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[2]
+import entry
+
 ARCHS = ("zimage", "qwen")
 SIZES = (512, 640, 768, 832, 1024, 1216, 1328)
 STEPS = 3
@@ -95,24 +93,13 @@ def run_real(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("comfy", type=Path)
+    parser = entry.parser(__doc__)
     parser.add_argument("--clean-runs", type=int, default=20, help="of each tiny model")
     parser.add_argument("--real-size", type=int, default=10, help="runs of each family")
-    parser.add_argument("--layers", type=int, help="fewer than the real models have")
     parser.add_argument("--sizes", type=lambda s: [int(n) for n in s.split(",")], default=SIZES)
     parser.add_argument("--backend", default="inductor", help="of the tiny models' max")
-    parser.add_argument("--allocator", default="cudaMallocAsync")
-    parser.add_argument("--host-args", default=[], type=str.split)
     options = parser.parse_args()
-    pack = types.ModuleType("speed_tier")
-    pack.__path__ = [str(REPO)]
-    sys.modules["speed_tier"] = pack
-    here = str(Path(__file__).resolve().parent)
-    sys.path[:] = [place for place in sys.path if place != here]
-    from speed_tier.bench.host_session import enter_host
-
-    enter_host(str(options.comfy.resolve()), options.allocator, options.host_args)
+    entry.enter(options)
     import comfy.model_management as management
 
     facts: dict[str, Any] = {"checks": 0, "wrong": [], "compared": 0, "largest": {}}

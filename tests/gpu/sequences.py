@@ -14,18 +14,17 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import random
 import sys
 import tempfile
-import types
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-REPO = Path(__file__).resolve().parents[2]
+import entry
+
 MODELS = ("zimage dense", "zimage gguf", "qwen dense", "qwen gguf")
 FAMILIES = {"zimage": "z_image", "qwen": "qwen_image"}
 EVENTS = (
@@ -277,26 +276,15 @@ def memory_left(session: Session, at_start: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("comfy", type=Path)
+    parser = entry.parser(__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real-size", action="store_true")
     parser.add_argument("--models", default=MODELS, type=lambda s: s.split(","))
-    parser.add_argument("--layers", type=int, help="fewer than the real models have")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--backend", default="eager", help="of max's compile; inductor is slow")
-    parser.add_argument("--allocator", default="cudaMallocAsync")
-    parser.add_argument("--host-args", default=[], type=str.split)
     options = parser.parse_args()
-    pack = types.ModuleType("speed_tier")
-    pack.__path__ = [str(REPO)]
-    sys.modules["speed_tier"] = pack
-    from speed_tier.bench.host_session import enter_host
-
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [place for place in sys.path if place != here]
-    enter_host(str(options.comfy.resolve()), options.allocator, options.host_args)
+    entry.enter(options)
     import torch
     from speed_tier.tests.host.gguf_in_process import Host
 

@@ -10,7 +10,6 @@ from speed_tier.speed.timing import (
     StepClock,
     compare_ms,
     first_step_tax_s,
-    median_ms,
     steady_step_s,
 )
 
@@ -93,15 +92,6 @@ def test_a_mark_on_the_cpu_has_always_passed():
     assert first.passed()
     assert 0.009 < first.seconds_until(second) < 1.0
     assert second.host_s > first.host_s
-
-
-def test_median_ms_warms_up_and_takes_the_median(clock):
-    costs = iter([50.0, 1.0, 9.0, 2.0])
-
-    def work():
-        clock.now_s += next(costs) / 1000.0
-
-    assert median_ms(work, CPU, repeats=3) == pytest.approx(2.0)
 
 
 def test_compare_ms_takes_turns(clock):

@@ -1,12 +1,17 @@
 """The attention override and the choice of a backend."""
 
+import contextlib
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
+from speed_tier.speed import probe
 from speed_tier.speed.env import Capabilities, torch_version
 from speed_tier.speed.optimizations import attention_backend
 from speed_tier.speed.optimizations.attention_backend import AttentionBackend, make_override
 from speed_tier.speed.optimizations.base import HostFacts
+from speed_tier.speed.probe import Figures
 from speed_tier.tests.speed import tiny
 from speed_tier.tests.speed.process import full_state
 from torch.nn.attention import SDPBackend
@@ -37,15 +42,49 @@ def context(**more):
     return tiny.context(tiny.toy(), **given)
 
 
+@pytest.fixture(autouse=True)
+def nothing_known():
+    probe.forget()
+    yield
+    probe.forget()
+
+
+class Card:
+    """Figures in place of a measurement on a card; a backend without one takes no shape."""
+
+    def __init__(self, times, host_ms):
+        self.times, self.host_ms = times, host_ms
+        self.asked = []
+
+    def choose(self, key, folder, plain, other, device):
+        name = next(name for name in BACKENDS if f"attention {name} " in key)
+        self.asked.append((name, key))
+        figures = Figures(self.host_ms, self.times[name], spent_s=0.25)
+        probe.remember(key, folder, figures)
+        return figures
+
+    def kernel(self, backends):
+        (name,) = (n for n, b in attention_backend._CANDIDATES.items() if [b] == backends)
+        if name not in self.times:
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return contextlib.nullcontext()
+
+
 @pytest.fixture
 def timed(monkeypatch):
-    """Put figures in place of a measurement on a card."""
-
     def put(times, host_ms):
-        monkeypatch.setattr(attention_backend, "_measure", lambda *_: times)
-        monkeypatch.setattr(attention_backend, "_measure_host", lambda *_: host_ms)
+        card = Card(times, host_ms)
+        monkeypatch.setattr(attention_backend.probe, "choose", card.choose)
+        monkeypatch.setattr(attention_backend, "sdpa_kernel", card.kernel)
+        return card
 
     return put
+
+
+def refusal(**more):
+    """Why it does not engage, in `check` or once it has measured."""
+    optimization, ctx = AttentionBackend(), context(**more)
+    return optimization.check(ctx) or optimization.install(ctx).not_used or None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,31 +173,57 @@ def test_declines_in_words(more, reason):
 
 def test_the_fastest_backend_is_taken_with_its_figures(timed):
     timed({"cudnn": 0.47, "flash": 0.98, "efficient": 1.6}, host_ms=0.97)
-    assert AttentionBackend().check(context()) is None
-    handle = AttentionBackend().install(context())
-    assert handle.note == "cudnn (cudnn 0.47 ms, flash 0.98 ms, efficient 1.60 ms, host 0.97 ms)"
-    assert handle.options == {"optimized_attention_override": make_override("cudnn")}
-    assert (dict(handle.flags), list(handle.patches)) == ({}, [])
+    figures = "cudnn 0.47 ms, flash 0.98 ms, efficient 1.60 ms, host 0.97 ms"
+    for source in ("measured now in 0.75 s", "measured earlier on this card"):
+        assert AttentionBackend().check(context()) is None
+        handle = AttentionBackend().install(context())
+        assert handle.note == f"cudnn ({figures}; {source})"
+        assert handle.options == {"optimized_attention_override": make_override("cudnn")}
+        assert (dict(handle.flags), list(handle.patches)) == ({}, [])
 
 
 def test_declines_where_the_host_is_as_fast(timed):
-    timed({"cudnn": 0.97, "flash": 0.98}, host_ms=0.98)
-    assert AttentionBackend().check(context()) == (
-        "the host's own choice is the fastest here (cudnn 0.97 ms, flash 0.98 ms, host 0.98 ms)"
-    )
-    assert AttentionBackend().check(context(forced=True)) is None
+    card = timed({"cudnn": 0.97, "flash": 0.98}, host_ms=0.98)
+    said = "the host's own choice is the fastest here (cudnn 0.97 ms, flash 0.98 ms, host 0.98 ms; "
+    assert refusal() == f"{said}measured now in 0.50 s)"
+    assert AttentionBackend().check(context()) == f"{said}measured earlier on this card)"
+    assert len(card.asked) == 2
+    assert refusal(forced=True) is None
 
 
 @pytest.mark.parametrize("forced", [False, True])
 def test_declines_where_no_backend_takes_the_shape(timed, forced):
     timed({}, host_ms=1.0)
-    reason = AttentionBackend().check(context(forced=forced))
-    assert reason == "no fused attention backend takes this shape on this card"
+    assert refusal(forced=forced) == "no fused attention backend takes this shape on this card"
 
 
-def test_on_diffusers_the_order_is_set_around_the_call(timed):
+def test_another_process_measures_nothing_anew(timed, tmp_path):
+    host = HostFacts(state_folder=tmp_path)
+    card = timed({"cudnn": 0.5, "flash": 1.0, "efficient": 2.0}, host_ms=1.0)
+    first = AttentionBackend().install(context(host=host))
+    probe.forget()
+    assert AttentionBackend().check(context(host=host)) is None
+    again = AttentionBackend().install(context(host=host))
+    assert len(card.asked) == 3
+    assert again.options == first.options
+    assert "measured earlier" in again.note
+    AttentionBackend().install(context(host=host, dtype=torch.float16))
+    assert len(card.asked) == 6
+
+
+def test_out_of_memory_is_no_refusal(monkeypatch):
+    def kernel(backends):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention_backend, "sdpa_kernel", kernel)
+    with pytest.raises(torch.OutOfMemoryError):
+        AttentionBackend().install(context())
+
+
+def test_on_diffusers_the_order_is_set_around_the_call(timed, monkeypatch):
     timed({"efficient": 0.5, "flash": 1.0}, host_ms=1.0)
     handle = AttentionBackend().install(context(stack="diffusers"))
+    monkeypatch.undo()
     assert handle.order[0] is SDPBackend.EFFICIENT_ATTENTION
     assert SDPBackend.MATH in handle.order
     before = full_state()
@@ -169,15 +234,15 @@ def test_on_diffusers_the_order_is_set_around_the_call(timed):
     torch.testing.assert_close(inside, F.scaled_dot_product_attention(q, k, v))
 
 
-def test_a_backend_that_refuses_is_left_out_of_the_measurement():
-    times = attention_backend._measure(tiny.CPU, torch.float32, 1, 2, 16, 8)
-    assert "cudnn" not in times  # there is none on the CPU
-    assert all(ms > 0 for ms in times.values())
+def test_a_backend_that_refuses_is_left_out_of_a_real_measurement():
+    handle = AttentionBackend().install(context(dtype=torch.float32, forced=True))
+    said = handle.note or handle.not_used
+    assert "cudnn" not in said  # there is none on the CPU
+    assert re.search(r"flash \d+\.\d\d ms, host \d+\.\d\d ms; measured now in \d\.\d\d s", said)
 
 
-def test_the_measured_shape_is_the_joint_sequence_in_buckets(monkeypatch):
-    asked = []
-    monkeypatch.setattr(attention_backend, "_measure", lambda *a: asked.append(a) or {"flash": 1.0})
-    monkeypatch.setattr(attention_backend, "_measure_host", lambda *_: 2.0)
-    AttentionBackend().check(context(image_tokens=4096, text_tokens=100, batch=2))
-    assert asked[0][2:] == (2, 2, 4096, tiny.WIDTH // 2)
+def test_the_measured_shape_is_the_joint_sequence_in_buckets(timed):
+    card = timed({"flash": 1.0}, host_ms=2.0)
+    AttentionBackend().install(context(image_tokens=4096, text_tokens=100, batch=2))
+    ((_, key),) = card.asked
+    assert f"| torch.bfloat16 | 2x2x4096x{tiny.WIDTH // 2}" in key

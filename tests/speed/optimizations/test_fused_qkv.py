@@ -413,48 +413,6 @@ def test_nothing_to_do_where_the_model_has_one_projection():
     assert reason == "nothing to do: this model's q, k and v are one projection already"
 
 
-def measured(monkeypatch, apart, together):
-    monkeypatch.setattr(fused_qkv, "_measure", lambda *_: (apart, together))
-
-
-def test_it_engages_only_where_it_measures_faster(monkeypatch):
-    model = tiny.toy()
-    measured(monkeypatch, 1.0, 0.99)
-    figures = "image stream 1.000 ms apart, 0.990 ms fused"
-    assert FUSED.check(tiny.context(model)) == f"does not measure faster here ({figures})"
-    measured(monkeypatch, 1.5, 1.0)
-    assert "0.990 ms fused" in FUSED.check(tiny.context(model)), "decided once for a model"
-    model = tiny.toy()
-    assert FUSED.check(tiny.context(model)) is None
-    measured(monkeypatch, 1.0, 1.0)
-    assert FUSED.check(tiny.context(model, image_tokens=9999)) is None
-    handle = FUSED.install(tiny.context(model))
-    assert handle.note == (
-        "3 of 3 groups, no extra bytes (image stream 1.500 ms apart, 1.000 ms fused)"
-    )
-    handle.remove()
-
-
-def test_only_the_stream_that_wins_is_fused(monkeypatch):
-    from speed_tier.speed.families.qwen_image import QWEN_IMAGE
-
-    by_tokens = {1024: (2.0, 1.0), 256: (1.0, 1.0)}
-    monkeypatch.setattr(fused_qkv, "_measure", lambda *a: by_tokens[a[-1]])
-    context = tiny.context(tiny.qwen_image(), family=QWEN_IMAGE, image_tokens=1024, text_tokens=20)
-    assert FUSED.check(context) is None
-    handle = FUSED.install(context)
-    assert handle.note.startswith("2 of 4 groups, no extra bytes (image stream 2.000 ms apart")
-    assert "text stream 1.000 ms apart" in handle.note
-    handle.remove()
-    FUSED.release(context.denoiser)
-
-
-def test_the_measurement_runs_for_real():
-    apart, together = fused_qkv._measure(tiny.CPU, torch.float32, (8, 8, 8), 8, 1, 16)
-    assert apart > 0
-    assert together > 0
-
-
 def test_compiled_over_fused_all_blocks_share_one_graph():
     model, x = tiny.toy(blocks=6), tiny.toy_input()
     expected = tiny.plain(model, x)
