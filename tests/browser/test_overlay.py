@@ -391,6 +391,25 @@ def test_it_draws_seldom_and_not_while_hidden(page: ComfyPage) -> None:
     page.wait_overlay("step 300 of 300")
 
 
+def test_a_longer_draw_waits_longer(page: ComfyPage) -> None:
+    page.open(tiny_run("qwen", "max", seed=1))
+    starts = page.js(
+        """const { Scheduler } = await load("lib/scheduler.js");
+        const starts = [];
+        const burn = (ms) => { const began = performance.now(); starts.push(began);
+            while (performance.now() - began < ms); };
+        const slow = new Scheduler(() => burn(20), 50, 0.05);
+        const ends = performance.now() + 1200;
+        while (performance.now() < ends) {
+            slow.soon();
+            await new Promise((done) => setTimeout(done, 10));
+        }
+        return starts;"""
+    )
+    assert 2 <= len(starts) <= 4  # a busy machine draws longer still
+    assert starts[1] - starts[0] >= 399
+
+
 def test_it_takes_under_one_percent_of_the_page(page: ComfyPage) -> None:
     """Of a stream of 30 ms steps, at the rate at which the server sends them.
 

@@ -33,7 +33,6 @@ def run_tiny(clean_runs: int, backend: str) -> Iterator[tuple[str, Callable[[], 
     from speed_tier.speed.cuda_graph import Captured, CudaRecorder
     from speed_tier.tests.host import self_check_cases as cases
     from speed_tier.tests.host.in_process import Session
-    from speed_tier.tests.speed.optimizations import recording
 
     class Stale(Captured):
         """A replay does not see new inputs."""
@@ -50,7 +49,12 @@ def run_tiny(clean_runs: int, backend: str) -> Iterator[tuple[str, Callable[[], 
                 captured.__class__ = Stale
             return captured, output
 
-    session = Session(Recorder() if torch.cuda.is_available() else recording.Recorder())
+    if torch.cuda.is_available():
+        session = Session(Recorder())
+    else:
+        from speed_tier.tests.speed.optimizations import recording
+
+        session = Session(recording.Recorder())
     for arch in ARCHS:
         seen = {step.name: session.seen(step) for step in cases.planted_steps(arch)}
         for name, *_ in cases.PLANTED:
