@@ -17,6 +17,7 @@ version number.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -347,6 +348,7 @@ def _host_facts(
         dynamic_vram=_is_dynamic(getattr(model, "current_patcher", None)),
         attention_in_use=in_use,
         attention=getattr(comfy.ops, "scaled_dot_product_attention", None),
+        version=f"ComfyUI {_host_version()}",
         check_interrupt=comfy.model_management.throw_exception_if_processing_interrupted,
         spare_bytes=lambda: _spare_bytes(model, x),
         hold_interrupts=_hold_interrupts,
@@ -355,6 +357,15 @@ def _host_facts(
         participant=_participant(denoiser, options),
         after_out_of_memory=after_out_of_memory,
     )
+
+
+@functools.cache
+def _host_version() -> str:
+    try:
+        import comfyui_version
+    except ImportError:  # forks may do without
+        return "of unknown version"
+    return str(comfyui_version.__version__)
 
 
 def state_folder() -> Path:

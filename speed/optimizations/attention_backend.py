@@ -168,9 +168,9 @@ class AttentionBackend:
         return context.batch, shape.heads, tokens, shape.head_dim
 
     def _key(self, context: Context, name: str) -> str:
-        theirs = "the host's" if context.host.attention else "torch's"
+        theirs = context.host.version if context.host.attention else "torch"
         shape = "x".join(map(str, self._shape(context)))
-        return probe.key(context.device, f"attention {name} {theirs}", context.dtype, shape)
+        return probe.key(context.device, f"attention {name} against {theirs}", context.dtype, shape)
 
 
 def _best(figures: Mapping[str, Figures]) -> str:

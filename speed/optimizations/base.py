@@ -42,6 +42,7 @@ class HostFacts:
         dynamic_vram: Weights are faulted in per call; their addresses may not be kept.
         attention_in_use: Why the attention function is not ours to choose, "" if it is.
         attention: The attention the host would run: (q, k, v) of (B, H, N, D); None = plain SDPA.
+        version: The host's name and version, for figures of its own code; "" without a host.
         check_interrupt: Raises if the user cancelled; called between blocks.
         spare_bytes: Device memory that neither the weights nor one forward of this size need.
         hold_interrupts: While entered, a cancel waits.
@@ -58,6 +59,7 @@ class HostFacts:
     dynamic_vram: bool = False
     attention_in_use: str = ""
     attention: Callable[..., torch.Tensor] | None = None
+    version: str = ""
     check_interrupt: Callable[[], None] | None = None
     spare_bytes: Callable[[], int] | None = None
     hold_interrupts: Callable[[], contextlib.AbstractContextManager[object]] | None = None

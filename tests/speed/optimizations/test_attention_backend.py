@@ -209,6 +209,10 @@ def test_another_process_measures_nothing_anew(timed, tmp_path):
     assert "measured earlier" in again.note
     AttentionBackend().install(context(host=host, dtype=torch.float16))
     assert len(card.asked) == 6
+    for number, version in enumerate(("ComfyUI 1", "ComfyUI 2"), 3):
+        newer = HostFacts(state_folder=tmp_path, attention=Attention(), version=version)
+        AttentionBackend().install(context(host=newer))
+        assert len(card.asked) == 3 * number
 
 
 def test_out_of_memory_is_no_refusal(monkeypatch):
