@@ -48,6 +48,7 @@ def rows_of(
             env={name: value for name, value in merged.items() if value is not None},
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=timeout_s,
             check=False,
         )

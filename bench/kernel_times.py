@@ -57,6 +57,8 @@ def measure(run: Any, size: int, steps: int, top: int) -> list[dict[str, Any]]:
     for _ in range(3):
         plain_ms, _, _ = timed_run(run, size, steps)
     milliseconds, launches, busy_ms = kernels_of(run, size, steps)
+    if not busy_ms:
+        raise RuntimeError("the profiler saw no kernel; is another profiler attached?")
     step_ms = statistics.median(plain_ms)
     facts = {"width": size, "height": size, "step_ms_p50": step_ms}
     rows = [
@@ -97,6 +99,7 @@ def main() -> None:
         "--folder", default=Path(tempfile.gettempdir()), type=Path, help="for the model files"
     )
     options = parsed_model_options(parser)
+    options.folder = options.folder.resolve()  # the host's folder is the working one later
     out, command = options.out.resolve(), command_line("bench.kernel_times")
     enter_host(options.comfy, options.allocator, options.host_args)
     record = Recorder(out, command, options.allocator, options.commit)

@@ -22,8 +22,8 @@ _CHECK_TOOLTIP = (
     "Costs about two calls once."
 )
 _WARM_UP_TOOLTIP = (
-    "Sizes in pixels, such as 1024x1024, 832x1216, that the first run prepares before its first "
-    "step, so that changing to them costs nothing later. Empty: a size is prepared when it is used."
+    "Sizes in pixels, such as 1024x1024, 832x1216, that the first run prepares in its first step, "
+    "so that changing to them compiles nothing later. Empty: a size is prepared when it is used."
 )
 FEATURE_TOOLTIPS = {
     "attention_backend": "Run attention with the fused kernel that measures fastest on this card.",
@@ -91,7 +91,7 @@ class SpeedTierAdvanced:
     def VALIDATE_INPUTS(cls, warm_up_sizes: str = "") -> bool | str:
         """Before anything is loaded; what comes over a link is refused in `apply`."""
         try:
-            parse_sizes(warm_up_sizes or "")
+            parse_sizes("" if warm_up_sizes is None else warm_up_sizes)
         except ValueError as error:
             return str(error)
         return True
@@ -132,7 +132,7 @@ class SpeedTierAdvanced:
     ) -> tuple[Any]:
         chosen = {name: Switch(value) for name, value in switches.items()}
         settings = {"dequant_cache": {"budget_gib": dequant_cache_gib}}
-        sizes = parse_sizes(warm_up_sizes or "")
+        sizes = parse_sizes("" if warm_up_sizes is None else warm_up_sizes)
         tiered = apply_tier(
             model,
             tier,

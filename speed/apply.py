@@ -79,7 +79,7 @@ class TierRequest:
         self_check: Compare first calls with the untiered path, watch later ones.
         families: The models it is for.
         features: What each tier plans for them.
-        warm_up: Picture sizes to prepare before the first step.
+        warm_up: Picture sizes to prepare in the first step.
     """
 
     resolved: ResolvedTier
@@ -162,6 +162,7 @@ class Run:
         self._retired: list[Engagement] = []
         self._check = self._new_check()
         self._watch = self_check.FiniteWatch()
+        self.prepared = False  # other sizes, or there is nothing to prepare
         self.can_begin_again = False  # the host catches NotFiniteError and begins again
         self._known: dict[int, self_check.Known] = {}
         self._dropped_before: dict[int, frozenset[str]] = {}
@@ -188,7 +189,7 @@ class Run:
         if not self.report.latent_shape:
             self.report.latent_shape = list(call.latent_shape)
         output = self.through(call, invoke)
-        if self._check is not None and self._engagements[id(call.denoiser)].handles:
+        if self._check is not None and self.engagement(call).handles:
             self._watch.add(output)
         return output
 
@@ -199,6 +200,10 @@ class Run:
             return self._compared(self._check, call, engagement, invoke)
         with engagement.around_call():
             return invoke(engagement.options)
+
+    def engagement(self, call: Call) -> Engagement:
+        """What is engaged, after a call of this denoiser."""
+        return self._engagements[id(call.denoiser)]
 
     def _new_check(self) -> self_check.SelfCheck | None:
         wanted = self.request.self_check and not self.request.is_off

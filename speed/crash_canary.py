@@ -99,11 +99,11 @@ def _is_running_on_windows(process: int) -> bool:
 
 
 def _read_keys(path: Path | None) -> list[str]:
-    if path is None or not path.is_file():
+    if path is None:
         return []
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     return [key for key in found if isinstance(key, str)] if isinstance(found, list) else []
 

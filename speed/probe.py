@@ -85,11 +85,11 @@ class Measurements:
                     aside.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, list[float]]:
-        if self._path is None or not self._path.is_file():
+        if self._path is None:
             return {}
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         if not isinstance(found, dict):
             return {}

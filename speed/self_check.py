@@ -334,7 +334,7 @@ class SelfCheck:
     ) -> Engagement:
         """Find what is at fault, drop it, and engage the rest."""
         known = known_of(call.denoiser)
-        names = list(engagement.handles)
+        names = list(engagement.in_use())
         self._disengage(engagement)
         blamed = self._with_memory(call, lambda: self._search(call, family, names, invoke, problem))
         if blamed is None:
@@ -344,7 +344,7 @@ class SelfCheck:
         rest = self._engage(call, None)
         tested = [name for name in names if name not in blamed]
         # What only engages now that another is gone has not been compared.
-        if blamed and tested and list(rest.handles) == tested:
+        if blamed and tested and list(rest.in_use()) == tested:
             known.passed.add(_signature(call, rest))
         return rest
 

@@ -1,31 +1,35 @@
-"""Picture sizes that are prepared before the first step of a run.
+"""Picture sizes that a run prepares beside its own.
 
 What is compiled, compared or captured once a size then happens at a known moment and not when the
 user changes the size. A preparing call goes the way of any call, on random numbers, and its output
-is thrown away.
+is thrown away. They come after the run's own first call: what is measured and compiled for a first
+size is that of the picture that is made.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .engagement import Call
+from .engagement import Call, Engagement
 from .errors import is_out_of_memory
 from .report import Report
 
+log = logging.getLogger("speed_tier.warm_up")
+
 MULTIPLE: Final = 16  # pixels of one token, each way: 8 a latent, 2 latents a patch
-MOST: Final = 8
+MOST: Final = 5  # with the run's own as many as there are graphs
 SMALLEST, LARGEST = 64, 8192
 _PIXELS: Final = 8  # of one latent, in both families
-# Compared and compiled, measured and captured, replayed.
-_CALLS: Final = 3
+_CALLS: Final = 6  # compiled code is captured at the fifth call, and the sixth replays
 Invoke = Callable[[Mapping[str, Any]], Any]
 
 
@@ -33,9 +37,12 @@ class Tiered(Protocol):
     """What a run of apply.py is here."""
 
     report: Report
+    prepared: bool
 
     @property
     def publish(self) -> Callable[[str, dict[str, Any]], None]: ...
+
+    def engagement(self, call: Call) -> Engagement: ...
 
     def through(self, call: Call, invoke: Invoke) -> Any: ...
 
@@ -56,11 +63,12 @@ class Size:
         The sampler's own random numbers are left alone.
         """
         generator = torch.Generator(x.device).manual_seed(0)
-        shape = (*x.shape[:-2], *self.latent_sides)
+        shape = (*x.shape[:-2], *self.sides)
         return torch.randn(shape, generator=generator, dtype=x.dtype, device=x.device)
 
     @property
-    def latent_sides(self) -> tuple[int, int]:
+    def sides(self) -> tuple[int, int]:
+        """Height and width of the latent."""
         return self.height // _PIXELS, self.width // _PIXELS
 
 
@@ -70,16 +78,19 @@ def parse_sizes(text: str) -> tuple[Size, ...]:
     Raises:
         ValueError: Another word than a size, a size that no latent has, or too many.
     """
+    if not isinstance(text, str):  # over a link, whatever there is may come
+        raise ValueError(f"warm_up_sizes needs a text; found {type(text).__name__}.")
     found: dict[Size, None] = {}
-    for word in re.split(r"[,;\s]+", text.strip()):
+    for word in re.split(r"[,;\s]+", re.sub(r"(?<=\d)\s*[xX*]\s*(?=\d)", "x", text.strip())):
         if not word:
             continue
-        match = re.fullmatch(r"(\d{1,6})[xX*](\d{1,6})", word)
+        match = re.fullmatch(r"(\d{1,6})x(\d{1,6})", word)
         sides = tuple(map(int, match.groups())) if match else ()
         if any(s % MULTIPLE or not SMALLEST <= s <= LARGEST for s in sides) or not sides:
             raise ValueError(
                 f"warm_up_sizes needs sizes in pixels, such as 1024x1024, 832x1216, with sides "
-                f"that are multiples of {MULTIPLE} from {SMALLEST} to {LARGEST}; found {word!r}."
+                f"that are multiples of {MULTIPLE} from {SMALLEST} to {LARGEST}; "
+                f"found {word[:40]!r}."
             )
         found[Size(*sides)] = None
     if len(found) > MOST:
@@ -87,67 +98,73 @@ def parse_sizes(text: str) -> tuple[Size, ...]:
     return tuple(found)
 
 
-class WarmUp:
-    """Which of the sizes one tiered model still has to prepare."""
+# What was prepared, by denoiser: a node that runs again has nothing to do again. An unload is no
+# reason to forget it: the code stays, and a graph is made anew at its use.
+_done: Final[weakref.WeakKeyDictionary[nn.Module, set[Hashable]]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, sizes: Sequence[Size]) -> None:
-        self._sizes = tuple(sizes)
-        self._done: set[Hashable] = set()
 
-    def forget(self) -> None:
-        """The model was unloaded, and what was made for it is gone."""
-        self._done.clear()
+def prepare(
+    sizes: Sequence[Size],
+    run: Tiered,
+    call: Call,
+    x: Tensor,
+    hindrance: Callable[[], str],
+    at: Callable[[Tensor], tuple[Call, Invoke]],
+) -> None:
+    """After a run's first call: prepare the sizes for its batch, those that are not.
 
-    def prepare(
-        self,
-        run: Tiered,
-        call: Call,
-        x: Tensor,
-        hindrance: Callable[[], str],
-        at: Callable[[Tensor], tuple[Call, Invoke]],
-    ) -> None:
-        """Prepare the sizes for the batch that `x` has, if that has not been done.
-
-        Args:
-            call: What is about to be called.
-            x: Its latents, (B, C, [T,] H, W).
-            hindrance: Says why a call of another size cannot be made from this one, or "".
-            at: Describes and makes the call with other latents in it.
-        """
-        wanted = [size for size in self._sizes if size.latent_sides != tuple(x.shape[-2:])]
-        key = (id(call.denoiser), x.shape[0], x.dtype)
-        if key in self._done or not wanted:
-            return
-        self._done.add(key)
-        if reason := call.host.participant or hindrance():
-            run.report.notes.append(f"no size was prepared: {reason}")
-            return
-        said = []
-        for index, size in enumerate(wanted, 1):
-            facts = {"size": str(size), "index": index, "count": len(wanted)}
-            phase = {"phase": "preparing", **facts}
-            said.append(f"{size} ({_prepare_one(run, phase, *at(size.latent_like(x)))})")
+    Args:
+        call: What was just called.
+        x: Its latents, (B, C, [T,] H, W).
+        hindrance: Says why a call of another size cannot be made from this one, or "".
+        at: Describes and makes the call with other latents in it.
+    """
+    if run.prepared or not sizes:
+        return
+    run.prepared = True
+    engaged = run.engagement(call).in_use()
+    if not engaged:
+        return
+    done = _done.setdefault(call.denoiser, set())
+    others = {size: (size, x.shape[0], x.dtype, engaged) for size in sizes}
+    wanted = [s for s, key in others.items() if key not in done and s.sides != x.shape[-2:]]
+    if wanted and (reason := call.host.participant or hindrance()):
+        run.report.notes.append(f"no size was prepared: {reason}")
+        return
+    said = []
+    for index, size in enumerate(wanted, 1):
+        phase = {"phase": "preparing", "size": str(size), "index": index, "count": len(wanted)}
+        it_took = _prepare_one(run, phase, *at(size.latent_like(x)))
+        if not it_took.startswith(_SHORT):  # memory comes and goes
+            done.add(others[size])
+        said.append(f"{size} ({it_took})")
+    if said:
         run.publish("phase", {"phase": "sampling"})
-        run.report.notes.append(f"prepared before the first step: {', '.join(said)}")
+        run.report.notes.append(f"prepared in the first step: {', '.join(said)}")
+
+
+_SHORT: Final = "left out for now"
 
 
 def _prepare_one(run: Tiered, phase: dict[str, Any], call: Call, invoke: Invoke) -> str:
     """What it took, or why it was left."""
     spare = call.host.spare_bytes() if call.host.spare_bytes is not None else 0
     if spare < 0:
-        return f"left out: {-spare / 2**30:.1f} GiB short of memory"
+        return f"{_SHORT}: {-spare / 2**30:.1f} GiB short of memory"
     started = time.perf_counter()
     try:
         for _ in range(_CALLS):
-            # Each time: what engages and what compiles has its own word for the page.
+            # Each time: what compiles has its own word for the page.
             run.publish("phase", phase)
             run.through(call, invoke)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        if call.host.after_out_of_memory is not None:
+            if not any(handle.settling for handle in run.engagement(call).handles.values()):
+                break
+    except RuntimeError as error:  # of a size that nobody has asked for yet
+        if is_out_of_memory(error) and call.host.after_out_of_memory is not None:
             call.host.after_out_of_memory(call.denoiser)
-        return "left out: out of memory"
+        log.warning("%s could not be prepared: %s", phase["size"], error)
+        said = "out of memory" if is_out_of_memory(error) else " ".join(str(error).split())[:120]
+        return f"left out: {said}"
     if call.device.type == "cuda":
         torch.cuda.synchronize(call.device)
     return f"{time.perf_counter() - started:.1f} s"

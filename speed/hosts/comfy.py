@@ -30,13 +30,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .. import warm_up
 from ..apply import Call, Publish, Run, TieredModel, TierRequest
 from ..errors import NotFiniteError
 from ..optimizations.base import HostFacts
 from ..patching import Patch, PatchSet, is_replaced
 from ..report import Report
 from ..tiers import Tier
-from ..warm_up import Invoke, Size, WarmUp
+from ..warm_up import Invoke, Size
 
 log = logging.getLogger("speed_tier.comfy")
 
@@ -97,7 +98,7 @@ class _Session:
         self._tiered = tiered
         self._opener = opener
         self._note = note
-        self._warm_up = WarmUp(sizes)
+        self._sizes = sizes
         self._runs: list[Run] = []  # a stack: a run may be nested in another of the same clone
         self._lock = threading.Lock()
 
@@ -181,8 +182,11 @@ class _Session:
             return call, lambda extra: _with_options(options, extra, executor, x, t, args, kwargs)
 
         call, invoke = at(x)
-        self._warm_up.prepare(run, call, x, lambda: _bound_to_its_size(args, kwargs, options), at)
-        return run.call(call, invoke)
+        output = run.call(call, invoke)
+        if self._sizes:
+            hindrance = functools.partial(_bound_to_its_size, args, kwargs, options)
+            warm_up.prepare(self._sizes, run, call, x, hindrance, at)
+        return output
 
     def on_pre_run(self, *_: Any, **__: Any) -> None:
         if self._runs:
@@ -190,7 +194,6 @@ class _Session:
 
     def on_detach(self, patcher: Any, unpatch_all: bool = True, *_: Any, **__: Any) -> None:
         if unpatch_all:
-            self._warm_up.forget()
             self._tiered.release(getattr(patcher.model, "diffusion_model", None))
 
 

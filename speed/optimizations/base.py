@@ -129,6 +129,11 @@ class Handle:
     peak_bytes: int = 0
     uncounted_bytes: int = 0
 
+    @property
+    def settling(self) -> bool:
+        """Whether another call like the last one would still set something up."""
+        return False
+
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Context around every denoiser call."""
         return contextlib.nullcontext()

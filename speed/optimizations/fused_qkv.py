@@ -209,7 +209,8 @@ def _measured(
     x = torch.randn(context.batch, tokens, columns, device=context.device, dtype=dtype)
     joined = torch.randn(sum(rows), columns, device=context.device, dtype=dtype)
     parts = joined.split(rows)
-    what = ("fused_qkv", dtype, f"{context.batch}x{tokens}x{columns}", rows)
+    precision = "tf32" if dtype == torch.float32 and "tf32" in context.engaged else dtype
+    what = ("fused_qkv", precision, f"{context.batch}x{tokens}x{columns}", rows)
     return probe.choose(
         probe.key(context.device, *what),
         context.host.state_folder,

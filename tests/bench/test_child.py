@@ -41,8 +41,8 @@ def test_a_process_that_hangs_is_stopped():
 
 
 def test_the_environment_of_a_process(monkeypatch):
-    monkeypatch.setenv("SPEED_TIER_A", "a")
-    code = 'names = [n for n in os.environ if n.startswith("SPEED_TIER_")]\n'
+    monkeypatch.setenv("BENCH_CHILD_A", "a")
+    code = 'names = [n for n in os.environ if n.startswith("BENCH_CHILD_")]\n'
     code += "print('ROW ' + json.dumps(sorted(names)))"
-    environment = {"SPEED_TIER_A": None, "SPEED_TIER_B": "b"}
-    assert rows_of(command(code), [1024], 30.0, environment) == [["SPEED_TIER_B"]]
+    environment = {"BENCH_CHILD_A": None, "BENCH_CHILD_B": "b"}
+    assert rows_of(command(code), [1024], 30.0, environment) == [["BENCH_CHILD_B"]]

@@ -58,7 +58,10 @@ ROOMS = {
     "comparison": {"metrics", "report"},
     "errors": set(),
 }
-HOSTS_ONLY = {"comfy", "comfy_execution", "comfy_extras", "diffusers", "server", "folder_paths"}
+HOSTS_ONLY = {
+    *("comfy", "comfy_execution", "comfy_extras", "comfyui_version", "folder_paths", "server"),
+    "diffusers",
+}
 MAY_USE_HOST = ("nodes", "hosts")
 # Derived from the host's classes, so they import it at their top; imported late themselves.
 BUILT_ON_THE_HOST = {"speed.hosts.comfy_quant", "speed.hosts.comfy_loader"}

@@ -27,7 +27,9 @@ SIZES = (512, 640, 768, 832, 1024, 1216, 1328)
 STEPS = 3
 
 
-def run_tiny(clean_runs: int, backend: str) -> Iterator[tuple[str, Callable[[], None]]]:
+def run_tiny(
+    clean_runs: int, backend: str, allocator: str
+) -> Iterator[tuple[str, Callable[[], None]]]:
     """Named checks of what tiny models showed."""
     import torch
     from speed_tier.speed.cuda_graph import Captured, CudaRecorder
@@ -54,7 +56,7 @@ def run_tiny(clean_runs: int, backend: str) -> Iterator[tuple[str, Callable[[], 
     else:
         from speed_tier.tests.speed.optimizations import recording
 
-        session = Session(recording.Recorder())
+        session = Session(recording.Recorder(strict=allocator == "cudaMallocAsync"))
     for arch in ARCHS:
         seen = {step.name: session.seen(step) for step in cases.planted_steps(arch)}
         for name, *_ in cases.PLANTED:
@@ -98,7 +100,7 @@ def run_real(
 
 def main() -> None:
     parser = entry.parser(__doc__)
-    parser.add_argument("--clean-runs", type=int, default=20, help="of each tiny model")
+    parser.add_argument("--clean-runs", type=int, default=6, help="of each tiny model")
     parser.add_argument("--real-size", type=int, default=10, help="runs of each family")
     parser.add_argument("--sizes", type=lambda s: [int(n) for n in s.split(",")], default=SIZES)
     parser.add_argument("--backend", default="inductor", help="of the tiny models' max")
@@ -132,7 +134,8 @@ def main() -> None:
         management.soft_empty_cache()
         print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
 
-    go_through("tiny", run_tiny(options.clean_runs, options.backend))
+    tiny = run_tiny(options.clean_runs, options.backend, options.allocator)
+    go_through("tiny", tiny)
     for family in ("z_image", "qwen_image") if options.real_size else ():
         go_through(family, run_real(family, options.real_size, options.layers, options.sizes))
     print(json.dumps(facts), flush=True)

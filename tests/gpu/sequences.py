@@ -275,13 +275,17 @@ def memory_left(session: Session, at_start: int) -> int:
     return at_start - torch.cuda.mem_get_info()[0]
 
 
+def _absolute(path: str) -> Path:
+    return Path(path).resolve()  # the host's folder is the working one later
+
+
 def main() -> None:
     parser = entry.parser(__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real-size", action="store_true")
     parser.add_argument("--models", default=MODELS, type=lambda s: s.split(","))
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--folder", type=_absolute, default=Path(tempfile.gettempdir()))
     parser.add_argument("--backend", default="eager", help="of max's compile; inductor is slow")
     options = parser.parse_args()
     entry.enter(options)
@@ -294,7 +298,7 @@ def main() -> None:
         zoo = (Real if options.real_size else Tiny)(host, options.models, options)
         session = Session(host, zoo, options.backend)
         # What the process keeps for good (CUDA's context, cuBLAS) is there from one run on.
-        for model in (options.models[0], options.models[-1]):
+        for model in options.models:
             for tier in ("default", "max"):
                 session.check(Setting(model, zoo.sizes[1], tier=tier))
         memory_left(session, 0)

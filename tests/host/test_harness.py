@@ -44,7 +44,8 @@ def test_two_servers_give_same_bytes(
 
 def test_pack_loads_without_a_complaint(server: HostServer) -> None:
     # The host prints tracebacks of its own for optional packages such as torchaudio.
-    text = server.log_text()
+    # It may lie in a folder with our name in it: the cache of a clone.
+    text = server.log_text().replace(str(provision.find_host()), "the host")
     assert [t for t in tracebacks(text) if PACK_NAME in t or "speed_tier" in t] == []
     assert [line for line in text.splitlines() if "FAILED" in line and PACK_NAME in line] == []
     assert "SpeedTier" in server.get("/object_info")

@@ -4,6 +4,7 @@ import contextlib
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_nowhere_to_write():
 @pytest.mark.parametrize(
     "content",
     [b"", b"\xff\xfe", b"[]", b'{"a": 1}', b'{"a": [1]}', b'{"a": ["x", 2]}', b'{"a": [1, -2]}',
-     b'{"a": [1, Infinity]}', b'{"a": [true, 2]}', b'{"a": [1, 2'],
+     b'{"a": [1, Infinity]}', b'{"a": [true, 2]}', b'{"a": [1, 2', b"[" * 200_000],
 )  # fmt: skip
 def test_a_damaged_file_is_measured_anew(tmp_path, content):
     (tmp_path / "measured.json").write_bytes(content)
@@ -53,6 +54,17 @@ def test_a_damaged_file_is_measured_anew(tmp_path, content):
 def test_a_file_that_cannot_be_written_costs_only_the_measurement(tmp_path):
     (tmp_path / "file").write_text("")
     store = Measurements(tmp_path / "file")
+    store.put("a", 1.0, 2.0)
+    assert store.get("a") is None
+
+
+def test_a_folder_that_may_not_be_searched_costs_only_the_measurement(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("is_file", "read_text", "write_text", "stat"):
+        monkeypatch.setattr(Path, name, refuse)
+    store = Measurements(tmp_path)
     store.put("a", 1.0, 2.0)
     assert store.get("a") is None
 

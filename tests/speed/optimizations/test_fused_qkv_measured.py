@@ -65,3 +65,12 @@ def test_the_measurement_runs_for_real_and_is_kept(tmp_path):
     other = fused_qkv._measured(context, torch.float32, (8, 8, 8), 8, 32)
     assert other.spent_s > 0
     probe.forget()
+
+
+def test_figures_in_tf32_are_other_figures(tmp_path):
+    host = HostFacts(state_folder=tmp_path)
+    probe.forget()
+    for engaged in ((), ("tf32",)):
+        context = tiny.context(tiny.toy(), host=host, engaged=engaged)
+        assert fused_qkv._measured(context, torch.float32, (8, 8, 8), 8, 16).spent_s > 0
+    probe.forget()

@@ -61,3 +61,19 @@ def test_compiled_and_fused_blocks_are_compared_once_and_for_the_next_process(tm
 def test_compiled_blocks_under_torchs_allocator_are_captured_themselves(recorder, graphs):
     run(graphs, tiny.toy(), inputs(4), engaged=("regional_compile",))
     assert recorder.modes == [(True, False)]
+
+
+def test_figures_of_another_size_are_not_those_of_the_run(tmp_path, recorder):
+    """Their key names the size of the run's first call."""
+    recorder.strict = True
+    host = HostFacts(state_folder=tmp_path)
+    graphs = GraphCapture(GraphConfig(recorder=recorder))
+    compile_ = RegionalCompile(CompileConfig(backend="eager"))
+    both = {"host": host, "engaged": ("eager_patches",)}
+    engaged = ("eager_patches", "regional_compile")
+    calls = [*inputs(1), *inputs(9, tokens=48)]
+    facts, _ = run(graphs, tiny.toy(), calls, host=host, engaged=engaged)
+    assert facts.replayed > 0
+    assert compile_.check(tiny.context(tiny.toy(), **both)) is None
+    run(graphs, tiny.toy(), [*calls, *inputs(9)], host=host, engaged=engaged)
+    assert compile_.check(tiny.context(tiny.toy(), **both)).startswith("does not pay: ")
