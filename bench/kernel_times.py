@@ -3,8 +3,8 @@
     python -m bench.kernel_times --comfy /path/to/ComfyUI --runners "dense off;dense max"
 
 The runners of bench.tiers, warm, under torch's profiler: one JSON row a kernel with its
-milliseconds and launches a step, the longest first, and one row for the gaps between kernels. A
-profiled step is longer than a plain one, which is given beside it.
+milliseconds and launches a step, the longest first, and one row for how long the device was busy
+in a step and what all other kernels took. The plain step beside them was timed without a profiler.
 """
 
 from __future__ import annotations

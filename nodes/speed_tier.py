@@ -56,6 +56,10 @@ def apply_tier(
     return comfy.tier_clone(model, request, opener)
 
 
+def _sizes(text: str | None) -> tuple[Size, ...]:
+    return () if text is None else parse_sizes(text)  # None: a workflow saved without the value
+
+
 class SpeedTier:
     """One dropdown. Replaces every Speed Tier before it; LoRA may come before or after."""
 
@@ -91,7 +95,7 @@ class SpeedTierAdvanced:
     def VALIDATE_INPUTS(cls, warm_up_sizes: str = "") -> bool | str:
         """Before anything is loaded; what comes over a link is refused in `apply`."""
         try:
-            parse_sizes("" if warm_up_sizes is None else warm_up_sizes)
+            _sizes(warm_up_sizes)
         except ValueError as error:
             return str(error)
         return True
@@ -132,7 +136,6 @@ class SpeedTierAdvanced:
     ) -> tuple[Any]:
         chosen = {name: Switch(value) for name, value in switches.items()}
         settings = {"dequant_cache": {"budget_gib": dequant_cache_gib}}
-        sizes = parse_sizes("" if warm_up_sizes is None else warm_up_sizes)
         tiered = apply_tier(
             model,
             tier,
@@ -140,6 +143,6 @@ class SpeedTierAdvanced:
             unique_id,
             settings=settings,
             self_check=self_check,
-            warm_up=sizes,
+            warm_up=_sizes(warm_up_sizes),
         )
         return (tiered,)

@@ -134,23 +134,25 @@ def prepare(
     said = []
     for index, size in enumerate(wanted, 1):
         phase = {"phase": "preparing", "size": str(size), "index": index, "count": len(wanted)}
-        it_took = _prepare_one(run, phase, *at(size.latent_like(x)))
-        if not it_took.startswith(_SHORT):  # memory comes and goes
-            done.add(others[size])
-        said.append(f"{size} ({it_took})")
+        other, invoke = at(size.latent_like(x))
+        if short := _shortage(other):
+            said.append(f"{size} (left out for now: {short})")  # memory comes and goes
+            continue
+        said.append(f"{size} ({_prepare_one(run, phase, other, invoke)})")
+        done.add(others[size])
     if said:
         run.publish("phase", {"phase": "sampling"})
         run.report.notes.append(f"prepared in the first step: {', '.join(said)}")
 
 
-_SHORT: Final = "left out for now"
+def _shortage(call: Call) -> str:
+    """How much memory a call lacks, or ""."""
+    spare = call.host.spare_bytes() if call.host.spare_bytes is not None else 0
+    return f"{-spare / 2**30:.1f} GiB short of memory" if spare < 0 else ""
 
 
 def _prepare_one(run: Tiered, phase: dict[str, Any], call: Call, invoke: Invoke) -> str:
     """What it took, or why it was left."""
-    spare = call.host.spare_bytes() if call.host.spare_bytes is not None else 0
-    if spare < 0:
-        return f"{_SHORT}: {-spare / 2**30:.1f} GiB short of memory"
     started = time.perf_counter()
     try:
         for _ in range(_CALLS):

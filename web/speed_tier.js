@@ -31,8 +31,8 @@ const prompts = promptsOf(app, api);
 const panel = new Panel(runs, () => void readSnapshot(), () => clearCompiled(api));
 const place = new PanelPlace(app, panel);
 // Steps that are slower than this are drawn one by one. Of 30 ms steps a draw every 400 ms takes
-// under 1 % of the page's main thread. A draw of the panel with its growing chart costs five times as
-// much, and layout again what it costs: it waits for as long as that is under 1 % with both.
+// under 1 % of the page's main thread. A draw of the panel, with its growing chart, costs several
+// times as much: its script may take this share of the time, and layout and paint come on top.
 const GAP_MS = 400;
 const PANEL_SHARE = 0.002;
 export const scheduler = new Scheduler(draw, GAP_MS);

@@ -1,6 +1,6 @@
 // Draws with a gap between and never while the page is hidden; what was missed is drawn on return.
 // No animation frames: a browser that paints takes the GPU from the run. The gap grows with what the
-// last draw took, so that drawing never takes more than a share of the time.
+// last draw took, so that a draw takes no more than a share of the time.
 
 export class Scheduler {
   #draw;

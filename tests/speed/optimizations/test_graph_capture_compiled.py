@@ -8,11 +8,19 @@ from speed_tier.speed.optimizations.regional_compile import CompileConfig, Regio
 from speed_tier.tests.speed import tiny
 from speed_tier.tests.speed.optimizations.recording import inputs, run
 
+BOTH = ("eager_patches", "regional_compile")
+COMPILE = RegionalCompile(CompileConfig(backend="eager"))
+
+
+def strict_graphs(recorder):
+    """As under cudaMallocAsync, where compiled code itself cannot be captured."""
+    recorder.strict = True
+    return GraphCapture(GraphConfig(recorder=recorder))
+
 
 def test_compiled_blocks_under_the_hosts_allocator(recorder):
     """They cannot be captured there: their eager code is, and the faster of the two is used."""
-    recorder.strict = True
-    graphs = GraphCapture(GraphConfig(recorder=recorder))
+    graphs = strict_graphs(recorder)
     facts, _ = run(graphs, tiny.toy(), inputs(9), engaged=("regional_compile",))
     assert recorder.modes == [(False, True)]
     assert (facts.captured, facts.replayed) == (1, 4)
@@ -31,14 +39,11 @@ def test_what_is_still_being_compiled_is_not_captured(recorder, graphs, monkeypa
 
 def test_compiled_and_fused_blocks_are_compared_once_and_for_the_next_process(tmp_path, recorder):
     """The one that loses is not compiled again; a model or size that was not measured is."""
-    recorder.strict = True
-    host = HostFacts(state_folder=tmp_path)
-    graphs = GraphCapture(GraphConfig(recorder=recorder))
-    compile_ = RegionalCompile(CompileConfig(backend="eager"))
+    graphs, host = strict_graphs(recorder), HostFacts(state_folder=tmp_path)
     both = {"host": host, "engaged": ("eager_patches",)}
-    assert compile_.check(tiny.context(tiny.toy(), **both)) is None
-    run(graphs, tiny.toy(), inputs(9), host=host, engaged=("eager_patches", "regional_compile"))
-    reason = compile_.check(tiny.context(tiny.toy(), **both))
+    assert COMPILE.check(tiny.context(tiny.toy(), **both)) is None
+    run(graphs, tiny.toy(), inputs(9), host=host, engaged=BOTH)
+    reason = COMPILE.check(tiny.context(tiny.toy(), **both))
     assert reason == (
         "does not pay: measured on this card 10.0 ms a call with compiled blocks, "
         "5.0 with fused ones in a CUDA graph"
@@ -50,12 +55,12 @@ def test_compiled_and_fused_blocks_are_compared_once_and_for_the_next_process(tm
         {**both, "image_tokens": 4096},
         {**both, "dtype": torch.bfloat16},
     ):
-        assert compile_.check(tiny.context(tiny.toy(), **other)) is None
-    assert compile_.check(tiny.context(tiny.toy(bias=False), **both)) is None
+        assert COMPILE.check(tiny.context(tiny.toy(), **other)) is None
+    assert COMPILE.check(tiny.context(tiny.toy(bias=False), **both)) is None
 
     recorder.graph_ms = 10.4  # compiled blocks are faster now, by 4 %
-    run(graphs, tiny.toy(), inputs(9), host=host, engaged=("eager_patches", "regional_compile"))
-    assert compile_.check(tiny.context(tiny.toy(), **both)) is None
+    run(graphs, tiny.toy(), inputs(9), host=host, engaged=BOTH)
+    assert COMPILE.check(tiny.context(tiny.toy(), **both)) is None
 
 
 def test_compiled_blocks_under_torchs_allocator_are_captured_themselves(recorder, graphs):
@@ -65,15 +70,11 @@ def test_compiled_blocks_under_torchs_allocator_are_captured_themselves(recorder
 
 def test_figures_of_another_size_are_not_those_of_the_run(tmp_path, recorder):
     """Their key names the size of the run's first call."""
-    recorder.strict = True
-    host = HostFacts(state_folder=tmp_path)
-    graphs = GraphCapture(GraphConfig(recorder=recorder))
-    compile_ = RegionalCompile(CompileConfig(backend="eager"))
+    graphs, host = strict_graphs(recorder), HostFacts(state_folder=tmp_path)
     both = {"host": host, "engaged": ("eager_patches",)}
-    engaged = ("eager_patches", "regional_compile")
     calls = [*inputs(1), *inputs(9, tokens=48)]
-    facts, _ = run(graphs, tiny.toy(), calls, host=host, engaged=engaged)
+    facts, _ = run(graphs, tiny.toy(), calls, host=host, engaged=BOTH)
     assert facts.replayed > 0
-    assert compile_.check(tiny.context(tiny.toy(), **both)) is None
-    run(graphs, tiny.toy(), [*calls, *inputs(9)], host=host, engaged=engaged)
-    assert compile_.check(tiny.context(tiny.toy(), **both)).startswith("does not pay: ")
+    assert COMPILE.check(tiny.context(tiny.toy(), **both)) is None
+    run(graphs, tiny.toy(), [*calls, *inputs(9)], host=host, engaged=BOTH)
+    assert COMPILE.check(tiny.context(tiny.toy(), **both)).startswith("does not pay: ")
