@@ -98,6 +98,8 @@ bench: venv
 	$(PY) -m bench.compile_modes --comfy "$(COMFYUI_PATH)"
 	$(PY) -m bench.verify --comfy "$(COMFYUI_PATH)"
 	$(PY) -m bench.vae --comfy "$(COMFYUI_PATH)"
+	$(PY) -m bench.restart --comfy "$(COMFYUI_PATH)"
+	$(PY) -m bench.kernel_times --comfy "$(COMFYUI_PATH)"
 
 clean:
 	rm -rf "$(VENV)" .cache .mypy_cache .ruff_cache demo_output test_output

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from speed_tier.bench.child import rows_of
+from speed_tier.bench.child import print_rows, rows_of
 
 ROW = {"width": 1024, "height": 1024, "ms_p50": 1.5}
 
@@ -46,3 +46,18 @@ def test_the_environment_of_a_process(monkeypatch):
     code += "print('ROW ' + json.dumps(sorted(names)))"
     environment = {"BENCH_CHILD_A": None, "BENCH_CHILD_B": "b"}
     assert rows_of(command(code), [1024], 30.0, environment) == [["BENCH_CHILD_B"]]
+
+
+def test_a_size_that_fails_says_how_and_the_others_go_on(capsys):
+    def measure(size):
+        if size == 512:
+            raise ValueError("planted")
+        return {"ms_p50": size / 2}
+
+    print_rows([1024, 512, 256], measure, start_s=1.5)
+    lines = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line.removeprefix("ROW ")) for line in lines]
+    assert [row["width"] for row in rows] == [1024, 512, 256]
+    assert [row.get("ms_p50") for row in rows] == [512.0, None, 128.0]
+    assert [row.get("failed") for row in rows] == [None, "ValueError: planted", None]
+    assert {row["start_s"] for row in rows} == {1.5}

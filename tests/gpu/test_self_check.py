@@ -22,4 +22,4 @@ def test_planted_faults_and_clean_runs():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["wrong"] == []
-    assert facts["compared"] > 30
+    assert facts["compared"] > 25  # of 32 clean runs, some of a size seen before
