@@ -6,6 +6,7 @@ from speed_tier.nodes import speed_tier
 from speed_tier.nodes.speed_tier import FEATURE_TOOLTIPS, SpeedTier, SpeedTierAdvanced
 from speed_tier.speed import Switch, Tier
 from speed_tier.speed.optimizations import OPTIMIZATIONS
+from speed_tier.speed.warm_up import Size
 from speed_tier.tests.nodes.conftest import graph
 
 
@@ -111,3 +112,25 @@ def test_the_self_check_is_on_and_can_be_switched_off(cloned):
     SpeedTierAdvanced().apply("a model", "default", "9")
     SpeedTierAdvanced().apply("a model", "default", "9", self_check=False)
     assert [request.self_check for _, request, _ in cloned] == [True, False]
+
+
+def test_sizes_to_prepare_are_handed_on(cloned):
+    kind, options = SpeedTierAdvanced.INPUT_TYPES()["optional"]["warm_up_sizes"]
+    assert (kind, options["default"]) == ("STRING", "")
+    for given in ({}, {"warm_up_sizes": None}, {"warm_up_sizes": "832x1216, 64x64"}):
+        SpeedTierAdvanced().apply("a model", "default", "9", **given)
+    assert [request.warm_up for _, request, _ in cloned] == [
+        (),
+        (),
+        (Size(832, 1216), Size(64, 64)),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", None, "64x64"])
+def test_sizes_are_looked_at_before_anything_is_loaded(text):
+    assert SpeedTierAdvanced.VALIDATE_INPUTS(warm_up_sizes=text) is True
+
+
+def test_what_is_no_size_is_refused_in_words():
+    said = SpeedTierAdvanced.VALIDATE_INPUTS(warm_up_sizes="1000x1024")
+    assert "multiples of 16" in said and "'1000x1024'" in said

@@ -85,6 +85,23 @@ def test_a_signature_is_compared_once(dtype):
     assert session.finish().check.calls == 0
 
 
+class MeasuredOnce(Fake):
+    """Found not to pay where it is measured, and known from then on."""
+
+    def check(self, context):
+        return "does not pay" if "install tf32" in self.log else None
+
+
+def test_what_turned_out_not_to_pay_is_no_reason_to_compare_again():
+    measured = MeasuredOnce("tf32", [], handle={"not_used": "does not pay"})
+    session = Session(measured, Fault("gguf_dequant"))
+    session.call(session.input())
+    assert session.finish().check.calls == 1
+    session.open()
+    session.call(session.input())
+    assert session.finish().check.calls == 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [0, 1, 4, 6])
 @pytest.mark.parametrize("place", [0, 1, 3])
